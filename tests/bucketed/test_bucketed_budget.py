@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.call_cache import OBJECTS, VALUES
+from subtensors.bucketed.call_cache import MAX_OBJECTS_PER_ARG, MAX_VALUES_PER_ARG
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
@@ -75,7 +75,7 @@ def test_graphs_stay_within_the_memory_limit(device: str) -> None:
     for n in (8, 16, 8, 32, 8, 16):
         x = torch.randn(2, n, width, dtype=torch.float64, device=device)
         torch.testing.assert_close(run(x), softmax(x))
-        assert run.recorder.bytes() <= run.recorder.memory_limit
+        assert run.graph_cache.bytes() <= run.graph_cache.memory_limit
     assert run.stats().evictions
     assert recorded(run)
 
@@ -121,9 +121,9 @@ def test_a_miss_is_an_error_where_that_is_asked_for(device: str) -> None:
 @torch.no_grad()
 def test_warm_up_goes_from_the_largest_bucket_down(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    record = bucket_module.Bucket.record
+    record = bucket_module.Bucket.capture
     monkeypatch.setattr(
-        bucket_module.Bucket, "record", lambda bucket: (order.append(bucket.reading.buckets), record(bucket))[1]
+        bucket_module.Bucket, "capture", lambda bucket: (order.append(bucket.spec.buckets), record(bucket))[1]
     )
     run = st.bucketed(softmax, {"x": {1: SEQ}})
     assert run.warmup(data(5, device), progress=False) is run
@@ -147,7 +147,7 @@ def test_warm_up_where_gradients_are_asked_for_says_that_it_does_nothing(
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
         run.warmup(data(3, device), progress=False)
     assert [r.message for r in caplog.records] == [
-        "warmup() of Linear records nothing where autograd tracks the call: use torch.no_grad()"
+        "warmup() of Linear captures nothing where autograd tracks the call: use torch.no_grad()"
     ]
     assert recorded(run) == []
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_released_memory_comes_back_with_the_next_call(device: str, counted: Cou
     run(data(9, device))
     run.release()
     assert recorded(run) == []
-    assert run.recorder.bytes() == 0
+    assert run.graph_cache.bytes() == 0
     counted.take()
     torch.testing.assert_close(run(x), softmax(x))
     assert counted.take() == (1, 0)
@@ -337,7 +337,7 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
         number = options["which"]
         return x.softmax(1) * (number if isinstance(number, int) else number.shift)
 
-    most = VALUES if kind == "number" else OBJECTS
+    most = MAX_VALUES_PER_ARG if kind == "number" else MAX_OBJECTS_PER_ARG
     tokens = [Token() for _ in range(most + 3)]
 
     def value(i: int) -> Any:
@@ -376,8 +376,8 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
 def test_a_budget_of_graphs_is_for_any_number_of_values(device: str, counted: Counted) -> None:
     run = st.bucketed(lambda x, n: x.softmax(1) * n, {"x": {1: SEQ}}, max_graphs=2)
     x = data(3, device)
-    for i in range(VALUES + 2):
+    for i in range(MAX_VALUES_PER_ARG + 2):
         torch.testing.assert_close(run(x, i), softmax(x) * i)
-    assert counted.take() == (VALUES + 2, 0)
+    assert counted.take() == (MAX_VALUES_PER_ARG + 2, 0)
     assert not run.stats().fallbacks
     assert len(recorded(run)) == 2

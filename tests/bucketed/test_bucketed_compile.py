@@ -91,7 +91,7 @@ def test_options_that_are_none_are_refused() -> None:
 
 
 def test_no_options_are_the_compilers_own() -> None:
-    options = [st.bucketed(torch.exp, {0: {0: SEQ}}, compile=x).recorder.compile_options for x in (False, True, {})]
+    options = [st.bucketed(torch.exp, {0: {0: SEQ}}, compile=x).graph_cache.compile_options for x in (False, True, {})]
     assert options == [None, {}, {}]
 
 

@@ -55,7 +55,7 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 
 def codes(run: Any) -> list[bool]:
     """For each compilation of a runner: does it serve every size?"""
-    kept = {id(b.gradients_code): b.gradients_code for b in run.recorder.buckets.values() if b.is_compiled}
+    kept = {id(b.gradients_code): b.gradients_code for b in run.graph_cache.buckets.values() if b.is_compiled}
     return [code.one is not None for code in kept.values()]
 
 
@@ -233,11 +233,11 @@ def test_a_whole_step_runs_the_compiled_code_of_a_loss_that_is_bucketed_too(
         ids, labels = batch(n, device)
         torch.testing.assert_close(run(ids, labels), plain(ids, labels))
         # The first call compiles: in a capture it would be too late.
-        assert loss_of.recorder.code.made  # type: ignore[attr-defined]
+        assert loss_of.graph_cache.compile_cache.by_family  # type: ignore[attr-defined]
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
     assert run.stats().hits == 4
-    (code,) = {b.gradients_code for b in loss_of.recorder.buckets.values()}  # type: ignore[attr-defined]
+    (code,) = {b.gradients_code for b in loss_of.graph_cache.buckets.values()}  # type: ignore[attr-defined]
     assert code.one is not None
     assert loss_of.stats().recompiles == 0
-    assert not loss_of.recorded()
+    assert not loss_of.captured_buckets()

@@ -1,4 +1,4 @@
-"""Values that a program's Python reads are constants of its graphs: where one changed, it is recorded again."""
+"""Values that a program's Python reads are constants of its graphs: where one changed, it is recaptured."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_changed_is_recorded_again_and_said(
     assert not torch.equal(run(x), before)
     assert counted.recorded == 1
     assert len(caplog.records) == 1
-    assert f" is recorded again: {said} " in caplog.text
+    assert f" is recaptured: {said} " in caplog.text
 
 
 def test_a_hook_of_the_backward_is_run_as_long_as_it_is_there(device: str) -> None:
@@ -194,7 +194,7 @@ def test_what_changed_is_not_lost_where_the_program_runs_without_a_graph_meanwhi
     x, beyond = rows(5, device), rows(40, device)
     for _ in range(2):
         torch.testing.assert_close(run(x), p.program(x))
-    run.state.look()  # the program's own counter is among what is watched again
+    run.state.take_snapshot()  # the program's own counter is among what is watched again
     p.net.scale = 3.0
     torch.testing.assert_close(run(beyond), p.program(beyond))
     torch.testing.assert_close(run(x), p.program(x))
@@ -209,7 +209,7 @@ def test_what_changes_all_the_time_runs_without_a_graph_in_the_end(device: str) 
         p.net.scale = 1.0 + i
         torch.testing.assert_close(run(x), p.program(x))
     assert list(run.stats().fallbacks.values()) == [4]
-    assert "recorded 8 times in a row and not replayed once: scale changed" in next(iter(run.stats().fallbacks))
+    assert "captured 8 times in a row and not replayed once: scale changed" in next(iter(run.stats().fallbacks))
     run.release()
     for _ in range(3):
         torch.testing.assert_close(run(x), p.program(x))

@@ -152,7 +152,7 @@ def test_the_largest_buffers_are_not_copied_for_a_run_that_may_raise(
     ours.register_buffer("cache", torch.zeros(100, device=device))
     nbytes = sum(buffer.nbytes for buffer in ours.buffers())
     for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
-        monkeypatch.setattr(rollback, "ROOM", room)
+        monkeypatch.setattr(rollback, "ROLLBACK_BYTES", room)
         before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
         st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
         assert (ours.seen - before[0]).tolist() == [times] * 3

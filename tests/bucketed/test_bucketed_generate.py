@@ -92,7 +92,7 @@ def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str,
         return
     for part in (run, *run.programs.values()):
         assert not part.stats().fallbacks
-        assert not any(bucket.refusal for bucket in part.recorder.buckets.values())
+        assert not any(bucket.no_graph_reason for bucket in part.graph_cache.buckets.values())
     buckets = run.programs["decoder"].stats().buckets
     decode = [b for b in buckets if any(len(shape) == 2 and shape[1] == 1 for shape in b.shapes)]
     # One graph for all prompts; of an encoder's output one a bucket, with a mask and without.
@@ -123,7 +123,7 @@ def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) ->
     assert stats.hits == 4 * 6 - 2
     assert "decoder: forward" in st.explain(run)
     run.release()
-    assert not run.programs["decoder"].recorded()
+    assert not run.programs["decoder"].captured_buckets()
     check(model, run, torch.randint(3, 50, (1, 9), device=device))
 
 
@@ -163,7 +163,7 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
 def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
     fails: str, at: int, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from subtensors.bucketed.generation.padded_cache import PaddedStaticLayer
+    from subtensors.bucketed.padded_cache import PaddedStaticLayer
 
     torch.manual_seed(0)
     model = llama(device)
@@ -256,7 +256,7 @@ def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
         step = torch.ones(1, 1, dtype=torch.long, device=device)
         actual = run(input_ids=step, past_key_values=found)
         torch.testing.assert_close(actual.logits, model(input_ids=step, past_key_values=expected).logits)
-    assert len(run.visits) == 4
+    assert len(run.call_cache) == 4
     assert any("DynamicCache" in reason for reason in run.stats().fallbacks)
 
 
@@ -307,13 +307,13 @@ def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itse
     assert replaced
     expected = model.generate(ids, **SCORED)
     assert torch.equal(found.sequences, expected.sequences)
-    assert [*run.stats().fallbacks] == ["a tensor was replaced on the way"]
+    assert [*run.stats().fallbacks] == ["a tensor was replaced during the call"]
     check(model, run, ids)
     assert sum(run.stats().fallbacks.values()) == 1
 
 
 def test_any_number_of_rows_has_a_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "OBJECTS", 2)
+    monkeypatch.setattr(call_cache, "MAX_OBJECTS_PER_ARG", 2)
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})

@@ -1,4 +1,4 @@
-"""What of a tensor a graph holds, and that it is recorded again where any of it is another."""
+"""What of a tensor a graph holds, and that it is recaptured where any of it is another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed.state.guards import TENSOR_PROPERTIES, TensorSnapshot
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.tensor_snapshot import HELD, TensorSnapshot
-from subtensors.bucketed.training.side_effects import SideEffects
+from subtensors.bucketed.state.side_effects import SideEffects
 
 
 def complex_matrix() -> Tensor:
@@ -34,26 +34,26 @@ OTHERS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("what", TENSOR_PROPERTIES)
 def test_each_row_of_the_table_tells_a_replaced_tensor(what: str) -> None:
     make, change = OTHERS[what]
     tensors = [torch.ones(3), make(), torch.ones(())]
     held = TensorSnapshot(tensors)
-    assert held.are(tensors)
+    assert held.matches(tensors)
     tensors[1] = change(tensors[1])
-    assert not held.are(tensors)
-    index, first = held.first_other(tensors) or (-1, "")
+    assert not held.matches(tensors)
+    index, first = held.first_change(tensors) or (-1, "")
     assert (index, first) == (1, "address" if what == "device" else what)
-    changed = [name for name, read in HELD.items() if read(tensors[1]) != read(make())]
+    changed = [name for name, read in TENSOR_PROPERTIES.items() if read(tensors[1]) != read(make())]
     assert what in changed
 
 
 def test_tensors_that_went_or_came_are_others() -> None:
     a, b = torch.ones(2), torch.ones(2)
-    assert TensorSnapshot([a, b]).first_other([a]) == (1, "count")
-    assert TensorSnapshot([a]).first_other([a, b]) == (1, "count")
-    assert not TensorSnapshot([a]).are([])
-    assert TensorSnapshot([]).are([])
+    assert TensorSnapshot([a, b]).first_change([a]) == (1, "count")
+    assert TensorSnapshot([a]).first_change([a, b]) == (1, "count")
+    assert not TensorSnapshot([a]).matches([])
+    assert TensorSnapshot([]).matches([])
 
 
 @pytest.mark.parametrize("other", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
@@ -63,11 +63,11 @@ def test_tensors_are_alike_in_every_mode(
     tensors: list[Tensor] = [nn.Parameter(torch.ones(2, 2)), torch.ones(3)]
     held = TensorSnapshot(tensors)
     looked: list[int] = []
-    first_other = TensorSnapshot.first_other
-    monkeypatch.setattr(TensorSnapshot, "first_other", lambda *args: (looked.append(1), first_other(*args))[1])
+    first_change = TensorSnapshot.first_change
+    monkeypatch.setattr(TensorSnapshot, "first_change", lambda *args: (looked.append(1), first_change(*args))[1])
     for mode in (nullcontext, other, nullcontext, other):
         with mode():
-            assert held.are(tensors)
+            assert held.matches(tensors)
     # The table itself is read once a mode at most.
     assert len(looked) <= 1
 
@@ -75,9 +75,9 @@ def test_tensors_are_alike_in_every_mode(
 def test_tensors_without_memory_are_told_by_what_they_are() -> None:
     sparse, lazy = torch.eye(2).to_sparse(), nn.LazyLinear(2)
     held = TensorSnapshot([sparse, lazy.weight])
-    assert held.are([sparse, lazy.weight])
+    assert held.matches([sparse, lazy.weight])
     lazy(torch.ones(1, 3))
-    assert held.first_other([sparse, lazy.weight]) == (1, "memory")
+    assert held.first_change([sparse, lazy.weight]) == (1, "memory")
 
 
 class Scale(nn.Module):
@@ -251,7 +251,7 @@ def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
             for weight, opt in zip(weights, opts, strict=True):
                 replace(opt, weight)
     assert [m for m in caplog.messages if "state of an optimizer was replaced" in m] == [
-        "step is recorded again: the state of an optimizer was replaced"
+        "step is recaptured: the state of an optimizer was replaced"
     ]
 
 

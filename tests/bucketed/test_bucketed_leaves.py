@@ -11,8 +11,8 @@ from bucketed_rows import assert_same
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state.program_state import State, leaves_behind
-from subtensors.bucketed.training.trained_bucket import TrainedBucket
+from subtensors.bucketed.state.program_state import State, leaf_ids_of
+from subtensors.bucketed.trained_bucket import TrainedBucket
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 DIMS = {"x": {0: SEQ}}
@@ -177,9 +177,9 @@ def test_parameters_of_another_class_and_those_without_gradients_have_no_alias()
     weight = aliases[id(net.first.weight)]
     assert weight.scale == 2.0  # type: ignore[attr-defined]
     bias = aliases[id(net.first.bias)]
-    with state.own_leaves(aliases):
+    with state.swapped_parameters(aliases):
         assert net.first.weight is net.last.weight is weight
-        assert leaves_behind([net.first(rows(2))]) == {id(weight), id(bias)}
+        assert leaf_ids_of([net.first(rows(2))]) == {id(weight), id(bias)}
     assert net.first.weight is not weight
 
 

@@ -184,4 +184,4 @@ def test_a_loop_ends_with_the_same_weights(device: str, loop: Loop, caplog: pyte
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert runs[0].stats().hits
     # Weights that were replaced are; an evaluation between two steps is nothing to record again for.
-    assert "is recorded again" not in caplog.text or loop is loaded_and_cast
+    assert "is recaptured" not in caplog.text or loop is loaded_and_cast

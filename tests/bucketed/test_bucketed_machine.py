@@ -120,7 +120,7 @@ class Calls(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         self.run.release()
-        assert not self.run.recorded()
+        assert not self.run.captured_buckets()
 
     @rule(n=SIZES, m=SIZES)
     def call_in_threads(self, n: int, m: int) -> None:
@@ -152,7 +152,7 @@ class Calls(RuleBasedStateMachine):
 
     @invariant()
     def there_are_no_more_graphs_than_allowed(self) -> None:
-        assert self.max_graphs is None or len(self.run.recorded()) <= self.max_graphs
+        assert self.max_graphs is None or len(self.run.captured_buckets()) <= self.max_graphs
 
 
 @pytest.fixture(autouse=True)

@@ -224,7 +224,7 @@ def test_data_that_an_object_holds_is_not_copied_and_what_is_written_there_is_wr
     for i, n in enumerate((5, 6, 20, 7, 12)):
         run(rows(n, device)).square().sum().backward()
         assert job.calls == i + 1
-    put_back = [id(t) for t in run.state.at_risk()]
+    put_back = [id(t) for t in run.state.tensors_to_restore()]
     assert id(job.calls) in put_back
     assert id(job.data) not in put_back
 
@@ -276,4 +276,4 @@ def test_names_in_functions_that_a_program_makes_are_read(device: str, monkeypat
         torch.testing.assert_close(run(x), program(x))
     monkeypatch.setitem(globals(), "factor", factor * 3)
     torch.testing.assert_close(run(x), program(x))
-    assert [id(t) for t in run.state.loose] == [id(factor)]
+    assert [id(t) for t in run.state.guard.closed_over] == [id(factor)]

@@ -39,7 +39,7 @@ def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> Non
     model = bert()
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
     run(input_ids=torch.randint(1, 1000, (1, 100)))
-    bucket = run.recorded()[0]
+    bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     ids = torch.zeros(1, 128, dtype=torch.long)
     by_hand = ops(
@@ -60,7 +60,7 @@ def test_layers_share_the_mask_of_real_keys_and_the_callers() -> None:
     mask[0, 60:] = 0
     found = run(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(found, model(input_ids=ids, attention_mask=mask).last_hidden_state)
-    bucket = run.recorded()[0]
+    bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     assert ours["masked_fill_"] == ours["materialize"] == 1
     assert ours["scalar_tensor"] == 0
@@ -76,7 +76,7 @@ def test_a_mask_that_is_written_to_between_layers_is_taken_as_it_is() -> None:
     x = torch.randn(1, 2, 30, 4)
     run = st.bucketed(lambda x: twice(x, torch.ones(1, 1, 64, 64, dtype=torch.bool)), {"x": {2: SEQ}})
     run(x)
-    bucket = run.recorded()[0]
+    bucket = run.captured_buckets()[0]
     found = bucket.run_on(bucket.inputs()).leaves[0].value[:, :, :30]  # as in a capture
     torch.testing.assert_close(found, twice(x, torch.ones(1, 1, 30, 30, dtype=torch.bool)))
 
@@ -89,7 +89,7 @@ def test_a_convolutional_net_over_a_padded_batch_does_what_it_does_over_a_whole_
     run = st.bucketed(model, {"pixel_values": {0: st.Dim("batch", max=8, buckets=4)}})
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(run(pixel_values=images).logits, model(pixel_values=images).logits)
-    bucket = run.recorded()[0]
+    bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     plain = ops(lambda images: [model(pixel_values=images).logits], [torch.zeros(4, 3, 32, 32)])
     # One image stands in for those that are padding where an op might not take their values.

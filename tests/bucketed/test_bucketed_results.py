@@ -114,8 +114,8 @@ def test_a_copy_has_a_copy_of_the_program_and_no_graphs(device: str) -> None:
     model(x)
     copied = copy.deepcopy(model)
     assert copied.run.program is copied.inner
-    assert copied.run.recorder.max_graphs == 2
-    assert not copied.run.recorded()
+    assert copied.run.graph_cache.max_graphs == 2
+    assert not copied.run.captured_buckets()
     copied.inner.weight.mul_(2)
     for net in (model, copied, model, copied):
         torch.testing.assert_close(net(x), net.inner(x).softmax(0))

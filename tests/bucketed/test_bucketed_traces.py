@@ -144,13 +144,13 @@ def test_weights_are_looked_at_behind_the_replay_where_a_call_leaves_nothing(
     run(x, given)
     counted.take()
     replays_before: list[int] = []
-    moved = run.state.moved
+    moved = run.state.guard.first_change
 
     def looked() -> str:
         replays_before.append(counted.replayed)
         return moved()
 
-    monkeypatch.setattr(run.state, "moved", looked)
+    monkeypatch.setattr(run.state.guard, "first_change", looked)
     run(x, given)
     assert replays_before == [0 if has_traces else 1]
 

@@ -79,7 +79,7 @@ def test_a_step_that_is_taken_in_another_way_is_taken_once(device: str, optimize
 def test_what_is_too_large_for_a_copy_is_said(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rollback, "ROOM", 100)
+    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 100)
     trained = Trained(device, "SGD", "raises")
     run = st.bucketed(trained.step, {"x": {0: SEQ}})
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):

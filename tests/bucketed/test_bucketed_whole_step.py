@@ -12,7 +12,7 @@ from bucketed_rows import assert_same
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.bucket import recording_modes
+from subtensors.bucketed.bucket import capture_modes
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 DIMS = {"x": {0: SEQ}}
@@ -79,7 +79,7 @@ def test_an_earlier_loss_may_be_alive_and_learning_rates_may_change(device: str,
             schedule.step()
         same_weights(net, alone)
     stats = run.stats()
-    # Only numbers of `st.optim` are handed to a replay; another optimizer is recorded again, up to 8 times in vain.
+    # Only numbers of `st.optim` are handed to a replay; another optimizer is recaptured, up to 8 times in vain.
     assert (stats.hits, sum(stats.fallbacks.values())) == ((0, 1) if name.startswith("torch") else (6, 0))
     assert earlier.requires_grad
 
@@ -179,7 +179,7 @@ def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) ->
             threads.append(threading.get_ident())
             return gradient
 
-    with recording_modes(records=True):
+    with capture_modes(records=True):
         x = torch.ones(3, device=device, requires_grad=True)
         Noted.apply(x).sum().backward()
         assert not torch._C._is_multithreading_enabled()
@@ -238,5 +238,5 @@ def test_a_gradient_scaler_within_a_step_is_left_to_the_program(device: str) -> 
         torch.testing.assert_close(run(x), plain(x))
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p, q)
-    if run.recorder.pools:
+    if run.graph_cache.pools:
         assert ["a GradScaler asks the device" in reason for reason in run.stats().fallbacks] == [True]

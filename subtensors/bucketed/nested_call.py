@@ -7,43 +7,27 @@ forward, with its compiled backward as a node of the autograd graph, and both ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.autograd_node import refuse_second_order
+from subtensors.bucketed.calls.call_spec import LeafDims
 from subtensors.bucketed.calls.outputs import Output, Outputs
 from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
-from subtensors.bucketed.training.autograd_node import refuse_second_order
-from subtensors.bucketed.training.trained_bucket import TrainedBucket
+from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
 
-_is_inside: ContextVar[bool] = ContextVar("inside a bucketed program", default=False)
 
-
-@contextmanager
-def bucketed_program() -> Iterator[None]:
-    """A context in which a bucketed program runs."""
-    token = _is_inside.set(True)
-    try:
-        yield
-    finally:
-        _is_inside.reset(token)
-
-
-def is_inside() -> bool:
-    """Return whether the caller is a bucketed program."""
-    return _is_inside.get()
-
-
-def opened(leaves: Sequence[Any], places: Sequence[tuple[str, Any]]) -> tuple[list[Any], TrueSizes | None] | None:
+def unwrap_padded_leaves(
+    leaves: Sequence[PyTree], places: Sequence[LeafDims]
+) -> tuple[list[PyTree], TrueSizes | None] | None:
     """Return the leaves with PaddedTensors replaced by their storages, and the true sizes that these share.
 
     Args:
@@ -53,7 +37,7 @@ def opened(leaves: Sequence[Any], places: Sequence[tuple[str, Any]]) -> tuple[li
     Returns:
         None if a leaf is padded in another way than the program declares.
     """
-    found: list[Any] = []
+    found: list[PyTree] = []
     sizes: TrueSizes | None = None
     for x, (_, given) in zip(leaves, places, strict=True):
         if isinstance(x, PaddedTensor):
@@ -71,11 +55,15 @@ def opened(leaves: Sequence[Any], places: Sequence[tuple[str, Any]]) -> tuple[li
     return found, sizes
 
 
-class _Compiled(torch.autograd.Function):
+class _Context(torch.autograd.function.FunctionCtx):
+    run: NestedCall
+
+
+class _CompiledFunction(torch.autograd.Function):
     """The compiled forward and backward of a program as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: NestedCall, *wanted: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, run: NestedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.set_materialize_grads(False)
         ctx.run = run
@@ -85,7 +73,7 @@ class _Compiled(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)
@@ -105,18 +93,18 @@ class NestedCall:
         self, code: CompiledGradients, bucket: TrainedBucket, inputs: list[Tensor], sizes: TrueSizes | None
     ) -> None:
         self.code, self.bucket, self.inputs, self.sizes = code, bucket, inputs, sizes
-        self.given = [*inputs, *bucket.replaced()]
+        self.given = [*inputs, *bucket.aliased_parameters()]
         self.roots_at: list[int] = []
         self.outputs: Outputs | None = None
 
-    def result(self) -> Any:
+    def result(self) -> PyTree:
         """Run the compiled forward; return the program's result."""
-        sources = zip(self.bucket.reading.sources, self.inputs, strict=False)
-        wanted = [*[x for s, x in sources if s.requires_grad], *self.bucket.fixed()]
-        tensors = iter(_Compiled.apply(self, *wanted))  # type: ignore[no-untyped-call]
+        inputs = zip(self.bucket.spec.inputs, self.inputs, strict=False)
+        grad_inputs = [*[x for s, x in inputs if s.requires_grad], *self.bucket.grad_tensors_in_place()]
+        tensors = iter(_CompiledFunction.apply(self, *grad_inputs))  # type: ignore[no-untyped-call]
         assert self.outputs is not None
         leaves = self.outputs.leaves
-        return self.outputs.assembled(
+        return self.outputs.rebuild(
             [self._leaf(x, next(tensors)) if isinstance(x.value, Tensor) else x.value for x in leaves]
         )
 

@@ -6,14 +6,13 @@ true size, on the device; padded positions write the same values as the first va
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.padded.autograd import followed
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -21,7 +20,9 @@ from subtensors.padded.padded_tensor import PaddedTensor
 class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, (rows, heads, length, head size), at addresses that never change."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values, (rows, heads, new, head size); return the whole cache, unfilled places included."""
         if not isinstance(key_states, PaddedTensor) or not isinstance(value_states, PaddedTensor):
             return super().update(key_states, value_states, *args, **kwargs)
@@ -30,30 +31,30 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
         count = key_states.count(2)
         positions = torch.arange(key_states.shape[2], device=self.device)
         positions = torch.where(positions < count, positions, 0) + self.cumulative_length
-        keys, values = self._held()
-        for held, states in ((keys, key_states), (values, value_states)):
-            held.index_copy_(2, positions, followed(states).edge_filled([2]))
+        keys, values = self._keys_and_values()
+        for cached, states in ((keys, key_states), (values, value_states)):
+            cached.index_copy_(2, positions, followed(states).repeated([2]))
         self.cumulative_length.add_(count)
         return keys, values
 
     def reset(self) -> None:
         """Zero the keys and values, in one kernel, and their count."""
         if self.is_initialized:
-            torch._foreach_zero_(self._held())
+            torch._foreach_zero_(self._keys_and_values())
         self.cumulative_length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows in place, since graphs read them there."""
-        for held in self._held() if self.is_initialized else ():
-            held.copy_(held.index_select(0, beam_idx.to(held.device)))
+        for cached in self._keys_and_values() if self.is_initialized else ():
+            cached.copy_(cached.index_select(0, beam_idx.to(cached.device)))
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
 
-class PassingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class UncachedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer that keeps nothing: an encoder's keys and values are computed anew, at the sizes of each call."""
 
     is_compileable = True
@@ -61,7 +62,9 @@ class PassingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: the layer keeps no memory."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[Tensor, Tensor]:
         """Return the same keys and values."""
         return key_states, value_states
 
@@ -88,7 +91,7 @@ class NeverUpdated(dict[int, bool]):
         super().__setitem__(layer, False)
 
 
-def padded_cache(model: Any, length: int) -> Any:
+def padded_cache(model: PyTree, length: int) -> PyTree:
     """Make a cache that the model's `generate` takes as `past_key_values`.
 
     Args:
@@ -99,14 +102,14 @@ def padded_cache(model: Any, length: int) -> Any:
         RuleError: a layer keeps something else than all keys and values.
     """
     cache = StaticCache(config=model.config, max_cache_len=length)
-    others = [type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer]
-    if others:
-        raise RuleError(f"a layer of {type(model).__name__} has a {others[0]} for its cache")
+    unsupported = [type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer]
+    if unsupported:
+        raise RuleError(f"a layer of {type(model).__name__} has a {unsupported[0]} for its cache")
     cache.layers = [PaddedStaticLayer(max_cache_len=length) for _ in cache.layers]
     if not model.config.is_encoder_decoder:
         return cache
     crossing = StaticCache(config=model.config, max_cache_len=length)
-    crossing.layers = [PassingLayer() for _ in cache.layers]  # type: ignore[no-untyped-call]
+    crossing.layers = [UncachedLayer() for _ in cache.layers]  # type: ignore[no-untyped-call]
     both = EncoderDecoderCache(cache, crossing)
     both.is_updated = NeverUpdated(dict.fromkeys(range(len(cache.layers)), False))
     return both

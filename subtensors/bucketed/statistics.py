@@ -1,13 +1,21 @@
-"""Statistics of a bucketed program: calls, captures, memory and waste of each bucket, and fallbacks by reason."""
+"""Statistics of a bucketed program, as numbers and as a figure: calls, captures, memory, waste, and fallbacks."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
-from subtensors.byte_sizes import format_bytes
+import torch
+
+from subtensors.byte_sizes import in_units
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TIMING_SAMPLE_EVERY = 64
 """One in this many replays is timed."""
@@ -42,27 +50,11 @@ class BucketStatistics:
     replayed_again: int = 0
     """Forwards that were replayed once more for their backward, because another replay came in between."""
     is_recorded: bool = False
-    _events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
     """CUDA events around timed replays that may not have finished."""
     _replay_ms: list[float] = field(default_factory=list, repr=False)
 
-    def note_call(self, elements: tuple[int, int], is_hit: bool) -> None:
-        """Count a call.
-
-        Args:
-            elements: along the Dims: at true sizes, and at the bucket's.
-            is_hit: whether a replay answered it.
-        """
-        self.calls += 1
-        self.hits += is_hit
-        self.real += elements[0]
-        self.padded += elements[1]
-
-    def is_sampled(self) -> bool:
-        """Return whether the next replay is to be timed."""
-        return self.hits % TIMING_SAMPLE_EVERY == 0
-
-    def note_timed(self, begin: Any, end: Any) -> None:
+    def note_timed(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Keep the two events around a replay, and read those that have finished, so that only a few are kept."""
         self._read_events()
         self._events.append((begin, end))
@@ -152,3 +144,42 @@ class Statistics:
             )
         lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
         return "\n".join(lines)
+
+
+def plot_statistics(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
+    """Draw one row per Dim: calls over the true size as bars, buckets as lines, and the waste of each bucket.
+
+    Args:
+        statistics: the counters.
+        dims: by name.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
+    figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
+    for i, (name, dim) in enumerate(dims.items()):
+        axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
+        counted = statistics.sizes.get(name, Counter())
+        axes.bar(list(counted), list(counted.values()), color="tab:blue", label="calls")
+        axes.set_xlabel(f"true size of {name}")
+        axes.set_ylabel("calls")
+        used = sorted({_bucket(dim, size) for size in counted})
+        for bucket in used:
+            axes.axvline(bucket, color="gray", linewidth=0.8)
+        waste = axes.twinx()
+        waste.set_ylim(0, 1)
+        waste.set_ylabel("wasted part of a bucket")
+        wasted = []
+        for bucket in used:
+            inside = {size: n for size, n in counted.items() if _bucket(dim, size) == bucket}
+            wasted.append(1 - sum(size * n for size, n in inside.items()) / (bucket * sum(inside.values())))
+        waste.step([0, *used], [*wasted, wasted[-1]] if used else [0], where="post", color="tab:red", label="waste")
+    return figure
+
+
+def _bucket(dim: Dim, size: int) -> int:
+    try:
+        return dim.bucket(size)
+    except SizeError:
+        return size
