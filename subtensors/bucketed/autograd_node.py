@@ -44,7 +44,7 @@ def refuse_second_order() -> None:
         )
 
 
-class _Context(torch.autograd.function.FunctionCtx):
+class _ReplayContext(torch.autograd.function.FunctionCtx):
     call: TrainingCall
     saved_tensors: tuple[Tensor, ...]
 
@@ -53,7 +53,7 @@ class ReplayFunction(torch.autograd.Function):
     """A call of a captured bucket as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: _Context, call: TrainingCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _ReplayContext, call: TrainingCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -64,7 +64,7 @@ class ReplayFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ReplayContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         call = ctx.call

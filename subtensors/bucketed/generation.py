@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,9 @@ UNSUPPORTED_OPTIONS = (
 Options: TypeAlias = dict[str, PyTree]
 """The arguments of `generate`."""
 
-Model: TypeAlias = PyTree
-"""A Hugging Face model or its generation config, whose classes need not be installed."""
-
 
 class BucketedProgram(Protocol):
-    """What generation needs of a bucketed program."""
+    """A bucketed program as generation needs it."""
 
     program: Callable[..., PyTree]
 
@@ -74,15 +71,13 @@ class Generation(Generic[P]):
         make: buckets a program on some dims.
     """
 
-    def __init__(
-        self, model: Model, seq: Dim, make: Callable[[Callable[..., PyTree], Mapping[str, PyTree]], P]
-    ) -> None:
+    def __init__(self, model: Any, seq: Dim, make: Callable[[Callable[..., PyTree], Mapping[str, object]], P]) -> None:
         if seq.max is None:
             raise ValueError(f"generate needs the most tokens of a text: give Dim {seq.name!r} a max")
         self.model, self.seq, self.length = model, seq, seq.max
         self.programs: dict[str, P] = {}
-        self._caches: dict[int, PyTree] = {}
-        self._active_cache: PyTree = None
+        self._caches: dict[int, Any] = {}
+        self._active_cache: object = None
         """The cache of the current call."""
         self._cached_tokens = 0
         self._no_graph_reason = ""
@@ -90,7 +85,7 @@ class Generation(Generic[P]):
         one_or_more = Sizes(sorted({1, *seq.buckets}))
         if model.config.is_encoder_decoder:
             new = Dim(f"{seq.name}_new", max=seq.max, min=1, buckets=one_or_more)
-            self._encoder: Model = model.get_encoder()
+            self._encoder: Any = model.get_encoder()
             self.programs["encoder"] = make(
                 self._encoder.forward,
                 _accepted_dims(self._encoder, {"input_ids": {1: seq}, "attention_mask": {1: seq}}),
@@ -171,7 +166,7 @@ class Generation(Generic[P]):
                 contexts.enter_context(program.settled())
             return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
 
-    def _cache(self, prompt: Tensor, config: Model, options: Options) -> PyTree:
+    def _cache(self, prompt: Tensor, config: Any, options: Options) -> Any:
         """Return the cache for the number of rows that the model is called with: each prompt's beams or samples."""
         times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
         rows = int(prompt.shape[0] * max(times))
@@ -213,7 +208,7 @@ class Generation(Generic[P]):
         self._caches.clear()
 
 
-def prompt_dim(model: Model, dims: Mapping[str | int, PyTree]) -> Dim:
+def prompt_dim(model: Any, dims: Mapping[str | int, PyTree]) -> Dim:
     """Return the Dim that the prompts of a generating model are padded on.
 
     Raises:
@@ -227,7 +222,7 @@ def prompt_dim(model: Model, dims: Mapping[str | int, PyTree]) -> Dim:
     return found
 
 
-def _max_new_tokens(config: Model, options: Options, length: int) -> int:
+def _max_new_tokens(config: Any, options: Options, length: int) -> int:
     """Return the largest number of new tokens, as `generate` reads its options."""
     new = options.get("max_new_tokens", config.max_new_tokens)
     if new is not None:
@@ -237,14 +232,14 @@ def _max_new_tokens(config: Model, options: Options, length: int) -> int:
     return max(int(total) - length, 0) if total is not None and total != 20 else 20
 
 
-def _accepted_dims(module: Model, dims: dict[str, PyTree]) -> dict[str, PyTree]:
+def _accepted_dims(module: Any, dims: dict[str, dict[int, Dim]]) -> dict[str, dict[int, Dim]]:
     """Return the entries of `dims` whose arguments the module's forward takes."""
     names = inspect.signature(module.forward).parameters
     return {name: given for name, given in dims.items() if name in names}
 
 
 @contextmanager
-def _replaced_forward(module: Model, forward: Callable[..., PyTree]) -> Iterator[None]:
+def _replaced_forward(module: Any, forward: Callable[..., PyTree]) -> Iterator[None]:
     """A context in which a module has another `forward`."""
     before = vars(module).get("forward")
     module.forward = forward

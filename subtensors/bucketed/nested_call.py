@@ -55,7 +55,7 @@ def unwrap_padded_leaves(
     return found, sizes
 
 
-class _Context(torch.autograd.function.FunctionCtx):
+class _NestedCallContext(torch.autograd.function.FunctionCtx):
     run: NestedCall
 
 
@@ -63,7 +63,7 @@ class _CompiledFunction(torch.autograd.Function):
     """The compiled forward and backward of a program as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: _Context, run: NestedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _NestedCallContext, run: NestedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.set_materialize_grads(False)
         ctx.run = run
@@ -73,7 +73,7 @@ class _CompiledFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _NestedCallContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)

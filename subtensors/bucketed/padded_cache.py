@@ -6,13 +6,14 @@ true size, on the device; padded positions write the same values as the first va
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache, StaticCache
+from transformers import Cache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.padded.autograd import followed
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -21,7 +22,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, (rows, heads, length, head size), at addresses that never change."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: PyTree, **kwargs: PyTree
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values, (rows, heads, new, head size); return the whole cache, unfilled places included."""
         if not isinstance(key_states, PaddedTensor) or not isinstance(value_states, PaddedTensor):
@@ -63,7 +64,7 @@ class UncachedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Allocate nothing: the layer keeps no memory."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: PyTree, **kwargs: PyTree
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Return the same keys and values."""
         return key_states, value_states
@@ -91,7 +92,7 @@ class NeverUpdated(dict[int, bool]):
         super().__setitem__(layer, False)
 
 
-def padded_cache(model: PyTree, length: int) -> PyTree:
+def padded_cache(model: Any, length: int) -> Cache:
     """Make a cache that the model's `generate` takes as `past_key_values`.
 
     Args:

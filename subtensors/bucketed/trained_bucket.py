@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -313,7 +314,7 @@ class TrainedBucket(Bucket):
             The gradients of the tensors that `grad_inputs` returns, in memory of their own.
         """
         assert self.outputs is not None
-        one_size_each: PyTree = host  # `check` refuses ragged batches
+        one_size_each: Any = host  # `check` refuses ragged batches
         for at, static, gradient in zip(self.roots_at, self.root_gradients, gradients, strict=True):
             if gradient is None:
                 static.zero_()

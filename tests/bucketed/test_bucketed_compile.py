@@ -65,7 +65,7 @@ def test_a_program_that_branches_on_its_size_is_compiled_once_a_bucket(
             x = torch.randn(n, device=device, dtype=torch.float64)
             wanted = x.softmax(0) if n == 24 else x.softmax(0).exp()
             torch.testing.assert_close(run(x), wanted)
-    assert "compiled once a bucket" in caplog.text
+    assert "compiled once per bucket" in caplog.text
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 def codes(run: Any) -> list[bool]:
     """For each compilation of a runner: does it serve every size?"""
     kept = {id(b.gradients_code): b.gradients_code for b in run.graph_cache.buckets.values() if b.is_compiled}
-    return [code.one is not None for code in kept.values()]
+    return [code.shared_trace is not None for code in kept.values()]
 
 
 def test_one_compilation_of_each_half_serves_every_bucket(device: str, options: dict[str, Any]) -> None:
@@ -238,6 +238,6 @@ def test_a_whole_step_runs_the_compiled_code_of_a_loss_that_is_bucketed_too(
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
     assert run.stats().hits == 4
     (code,) = {b.gradients_code for b in loss_of.graph_cache.buckets.values()}  # type: ignore[attr-defined]
-    assert code.one is not None
+    assert code.shared_trace is not None
     assert loss_of.stats().recompiles == 0
     assert not loss_of.captured_buckets()

@@ -157,7 +157,7 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
     [
         ("update", 2, "LlamaForCausalLM takes no cache of fixed length: RuntimeError: out of luck"),
         ("update", 4, "RuntimeError: out of luck"),  # the second layer of the first prompt
-        ("record", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
+        ("capture", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
     ],
 )
 def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(

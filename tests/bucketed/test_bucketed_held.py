@@ -264,9 +264,9 @@ def test_a_gradient_that_a_graph_adds_to_is_watched_where_it_lies(replace: Calla
 
     program(torch.ones(2, 3))
     effects = SideEffects(State(program))
-    with effects.recorded(leaves_gradients=False):
+    with effects.noted(caller_runs_backward=False):
         program(torch.ones(2, 3))
-    assert effects.obstacle() == ""
+    assert effects.no_replay_reason() == ""
     assert weight.grad is not None
     weight.grad.data = replace(weight.grad.data)
-    assert "a gradient that the program adds to was replaced" in effects.obstacle()
+    assert "a gradient that the program adds to was replaced" in effects.no_replay_reason()

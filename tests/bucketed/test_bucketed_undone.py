@@ -84,7 +84,7 @@ def test_what_is_too_large_for_a_copy_is_said(
     run = st.bucketed(trained.step, {"x": {0: SEQ}})
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
         run(rows(5, device), {})
-    assert "wrote to what is too large for a copy to be kept of it" in caplog.text
+    assert "wrote to a tensor too large to keep a copy of" in caplog.text
     assert trained.seen.tolist() == [1, 1]
 
 

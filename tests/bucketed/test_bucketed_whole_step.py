@@ -179,7 +179,7 @@ def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) ->
             threads.append(threading.get_ident())
             return gradient
 
-    with capture_modes(records=True):
+    with capture_modes(requires_grad=True):
         x = torch.ones(3, device=device, requires_grad=True)
         Noted.apply(x).sum().backward()
         assert not torch._C._is_multithreading_enabled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Output:
             return lambda: value
         if self.dims is None or not any(map(is_padded, self.dims)):
             return lambda: value.clone(memory_format=torch.preserve_format)
-        known: PyTree = {symbol: host[symbol] for symbol in self.symbols}
+        known: Any = {symbol: host[symbol] for symbol in self.symbols}
         if self.rows is None and all(len(factors) == 1 for factors in self.dims):
             shape = [size_on_host(size_of(factors), known) for factors in self.dims]
             stride = value.stride()

@@ -10,7 +10,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Collection, Iterable
 from operator import is_
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class ObjectSnapshot:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
-        self._before: list[tuple[str, PyTree, PyTree]] = []
+        self._before: list[tuple[str, Any, Any]] = []
         for x in objects:
             attributes = attributes_of(x)
             self._before.append((type(x).__name__, x, attributes))
@@ -95,7 +95,7 @@ def _set_attributes(x: object, to: Attributes) -> None:
             object.__setattr__(x, name, value)
 
 
-def _is_same(now: PyTree, before: PyTree) -> bool:
+def _is_same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
     return len(now) == len(before) and all(map(is_, now, before))

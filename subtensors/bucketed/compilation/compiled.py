@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.outputs import Output, Outputs
 from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, TraceableProgram
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.tracing.shape_template import Template
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 OutputRest: TypeAlias = "tuple[list[OutputMetadata | OutputValue], pytree.TreeSpec, bool]"
 """Outputs without their tensors: the rest of each leaf, the pytree structure, and whether the result is a leaf."""
 
-OutputValue: TypeAlias = tuple[PyTree]
+OutputValue: TypeAlias = tuple[object]
 """A leaf that is no tensor."""
 
 OutputMetadata: TypeAlias = (

@@ -36,7 +36,7 @@ _JointRest: TypeAlias = tuple[object, ...]
 
 
 class DifferentiableProgram(TraceableProgram, Protocol):
-    """What compiled gradients need of a bucket, beside what compiled code does."""
+    """A bucket as compiled gradients need it: its tensors that require grad, besides its inputs."""
 
     state: State
 

@@ -32,7 +32,7 @@ CompileOptions: TypeAlias = dict[str, object]
 
 
 class TraceableProgram(Protocol):
-    """What compiled code needs of a bucket: its inputs, and runs of the program on the like of them."""
+    """A bucket as compiled code needs it: its inputs, and runs of the program on inputs of other sizes."""
 
     spec: CallSpec
     device: torch.device

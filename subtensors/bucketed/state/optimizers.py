@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, compress
 from operator import is_, methodcaller
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.guards import TensorSnapshot
 from subtensors.dispatch.graphs.live_scalars import GraphNumbers
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.optim.hyperparameters import step_signature
 from subtensors.optim.optimizer import Optimizer
 
 _VALUES = methodcaller("values")
 
-_Group: TypeAlias = dict[str, PyTree]
+_Group: TypeAlias = dict[str, Any]
 _Copy: TypeAlias = tuple[torch.optim.Optimizer, dict[Tensor, _Group], list[_Group]]
 """An optimizer, and copies of its state by parameter and of its parameter groups."""
 
@@ -71,7 +70,7 @@ class Optimizers:
             for group, options in zip(opt.param_groups, groups, strict=True):
                 group.update({name: x for name, x in options.items() if group.get(name) is not x})
 
-    def _entries(self) -> list[PyTree]:
+    def _entries(self) -> list[Any]:
         return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self.found))))
 
     def first_change(self) -> str:

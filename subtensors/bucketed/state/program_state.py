@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from subtensors.bucketed.state.guards import StateGuard
 from subtensors.bucketed.state.optimizers import Optimizers
 from subtensors.bucketed.state.reachable_state import ReachableState
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
-from subtensors.dispatch.ops.tree import PyTree
 
-TensorDict: TypeAlias = dict[str, PyTree]
+TensorDict: TypeAlias = dict[str, Any]
 """The parameters or buffers of one module, by name; some are None."""
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.state.guards import CELL, Holder, LocatedValue, Location, is_plain
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
@@ -47,7 +46,7 @@ MAX_CONSTANTS_PER_CONTAINER = 100
 
 
 class _Found(NamedTuple):
-    value: PyTree
+    value: object
     location: Location | None
     """None if the value cannot be replaced, such as the function of a partial."""
     within: _Found | None
@@ -64,12 +63,11 @@ class ReachableState:
         self._located: dict[tuple[int, object], LocatedValue] = {}
         reached, plain = _walk(program)
         names, functions = _names_used([x.value for x in reached])
-        named = [
-            (location, value) for f in functions for location, value in _globals_named_in(f) if not _is_result(value)
-        ]
+        named = [pair for f in functions for pair in _globals_named_in(f) if not _is_result(pair[1])]
         reached += [_Found(value, location, None) for location, value in named if isinstance(value, Part)]
         found = [x for x in reached if isinstance(x.value, Part) and _is_read(x, names)]
-        self.parts: list[Part] = list({id(x.value): x.value for x in found}.values())
+        self.parts = list({id(x.value): x.value for x in found}.values())
+        """Its modules, tensors and optimizers."""
         plain = [x for x in plain if _is_named(x, names)]
         self.constants = [(x.location, x.value) for x in plain if x.location is not None]
         self.constants += [(location, value) for location, value in named if is_plain(value)]
@@ -78,9 +76,8 @@ class ReachableState:
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in reached)
         self.names = names
         called = {getattr(x.value, "__name__", "") for x in reached}
-        self.draws_random_numbers = not _RANDOM_FUNCTIONS.isdisjoint(
-            names | {name for name in called if isinstance(name, str)}
-        )
+        called_names = {name for name in called if isinstance(name, str)}
+        self.draws_random_numbers = not _RANDOM_FUNCTIONS.isdisjoint(names | called_names)
         """True if its code names a function that draws random numbers."""
         self.holders = [holder for x in reached if _is_named(x, names) for holder in _holders(x.value)]
         """The objects whose attributes it reads, and small containers."""
@@ -101,7 +98,7 @@ class ReachableState:
         return list(self._located.values())
 
 
-def _walk(program: PyTree) -> tuple[list[_Found], list[_Found]]:
+def _walk(program: object) -> tuple[list[_Found], list[_Found]]:
     """Return all objects that a program leads to, the nearest first, and the plain values among them."""
     reached, plain, seen = [], [], {id(program)}
     todo = deque([(_Found(program, None, None), _MAX_DEPTH)])
@@ -118,7 +115,7 @@ def _walk(program: PyTree) -> tuple[list[_Found], list[_Found]]:
     return reached, plain
 
 
-def _holders(x: PyTree) -> Iterator[Holder]:
+def _holders(x: object) -> Iterator[Holder]:
     """Yield the dicts and lists in which a reached object holds its parts."""
     if isinstance(x, nn.Module):
         yield from (Holder(vars(module), True) for module in x.modules())
@@ -129,7 +126,7 @@ def _holders(x: PyTree) -> Iterator[Holder]:
         yield Holder(x.__dict__, True)
 
 
-def _class_constants(x: PyTree, names: Collection[str]) -> Iterator[LocatedValue]:
+def _class_constants(x: object, names: Collection[str]) -> Iterator[LocatedValue]:
     """Yield the plain class attributes that the program's code names, with their locations; not of torch's classes."""
     for kind in _classes(x):
         attributes = vars(kind)
@@ -140,7 +137,7 @@ def _class_constants(x: PyTree, names: Collection[str]) -> Iterator[LocatedValue
         )
 
 
-def _classes(x: PyTree) -> set[type]:
+def _classes(x: object) -> set[type]:
     """Return a class, or those of an object and its submodules, with all bases, except torch's and builtin classes."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
     kinds = {kind for part in modules for kind in (part if isinstance(part, type) else type(part)).__mro__}
@@ -148,12 +145,12 @@ def _classes(x: PyTree) -> set[type]:
     return {kind for kind in kinds if not f"{kind.__module__}.".startswith(("builtins.", "torch."))}
 
 
-def _is_constant(x: PyTree, location: Location | None) -> bool:
+def _is_constant(x: object, location: Location | None) -> bool:
     """Return whether a value is plain, or a function that is an attribute."""
     return is_plain(x) or (isinstance(x, _FUNCTIONS) and location is not None and location.is_attribute)
 
 
-def _is_watched_constant(within: PyTree, location: Location | None) -> bool:
+def _is_watched_constant(within: object, location: Location | None) -> bool:
     """Return whether a plain value at a location is watched.
 
     A container with more than `MAX_CONSTANTS_PER_CONTAINER` parts is data. The defaults of a function have no location,
@@ -187,7 +184,7 @@ def _is_named(found: _Found, names: Collection[str]) -> bool:
     return True
 
 
-def _names_used(values: Iterable[PyTree]) -> tuple[set[str], set[types.FunctionType]]:
+def _names_used(values: Iterable[object]) -> tuple[set[str], set[types.FunctionType]]:
     """Return the names in the code of functions and objects' methods and of functions these name, and all of these."""
     todo = [x for x in values if isinstance(x, types.FunctionType)]
     modules = [module for x in values if isinstance(x, nn.Module) for module in x.modules()]
@@ -239,13 +236,13 @@ def _words_in(code: types.CodeType) -> set[str]:
     return {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}.union(*inner)
 
 
-def _functions(x: PyTree) -> list[types.FunctionType]:
+def _functions(x: object) -> list[types.FunctionType]:
     """Return the functions that an attribute of a class runs."""
     parts = [x, getattr(x, "fget", None), getattr(x, "func", None), getattr(x, "__func__", None)]
     return [f for f in parts if isinstance(f, types.FunctionType)]
 
 
-def _direct_parts(x: PyTree) -> Iterator[tuple[Location | None, object]]:
+def _direct_parts(x: object) -> Iterator[tuple[Location | None, object]]:
     """Yield the objects that one leads to directly, with their locations; None if they cannot be replaced."""
     if isinstance(x, nn.Module):
         for module in x.modules():
@@ -284,7 +281,7 @@ def _direct_parts(x: PyTree) -> Iterator[tuple[Location | None, object]]:
             yield from _class_attributes(x)
 
 
-def _class_attributes(x: PyTree) -> Iterator[LocatedValue]:
+def _class_attributes(x: object) -> Iterator[LocatedValue]:
     """Yield class attributes that are tensors, modules or containers; `_class_constants` finds plain values."""
     for kind in _classes(x):
         attributes = vars(kind)
@@ -314,12 +311,12 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has, such as its parameters, buffers and submodules, which `State` watches."""
 
 
-def _attributes(x: PyTree, but: Collection[str] = ()) -> Iterator[LocatedValue]:
+def _attributes(x: object, but: Collection[str] = ()) -> Iterator[LocatedValue]:
     attributes = vars(x)
     kept = [(name, value) for name, value in attributes.items() if name not in but and not _is_result(value)]
     yield from ((Location(attributes, name, is_attribute=True), value) for name, value in kept)
 
 
-def _is_result(x: PyTree) -> bool:
+def _is_result(x: object) -> bool:
     """Return whether a value is a computed tensor: a program that keeps one does not read it as state."""
     return isinstance(x, Tensor) and (not x.is_leaf or isinstance(x, PaddedTensor))

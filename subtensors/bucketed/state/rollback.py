@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from subtensors.bucketed.state.program_state import State
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals import autograd
 
 _log = logging.getLogger("subtensors.bucketed")
@@ -63,7 +62,7 @@ class RngState:
             capture.go_to_random_place(device, state)
         python_state, (name, numbers, *rest) = self._host
         random.setstate(python_state)
-        numpy_state: PyTree = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
+        numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
         np.random.set_state(numpy_state)
 
 
