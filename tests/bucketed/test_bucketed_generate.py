@@ -75,7 +75,7 @@ def check(model: Any, run: Any, ids: torch.Tensor, **options: Any) -> None:
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str, way: str, device: str) -> None:
+def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: str, device: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -112,7 +112,7 @@ def test_compiled_decode_steps_give_what_the_model_gives(name: str, device: str)
     assert [part.stats().recompiles for part in run.programs.values()] == [0] * len(run.programs)
 
 
-def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) -> None:
+def test_a_cache_is_kept_for_later_calls_and_dropped_by_release(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -135,7 +135,7 @@ def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) ->
         ("Mistral", {}, "StaticSlidingWindowLayer"),
     ],
 )
-def test_what_has_no_graph_is_left_to_the_model_and_said(
+def test_generate_falls_back_to_the_model_with_a_reason(
     kind: str, options: dict[str, Any], reason: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
         ("capture", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
     ],
 )
-def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
+def test_a_text_that_fails_midway_is_generated_by_the_model_from_its_start(
     fails: str, at: int, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from subtensors.bucketed.padded_cache import PaddedStaticLayer
@@ -184,7 +184,7 @@ def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
     assert len(calls) == at
 
 
-def test_a_mistake_of_the_callers_is_raised_and_no_reason_to_go_without_graphs(device: str) -> None:
+def test_an_error_of_the_callers_is_raised_and_does_not_disable_graphs(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -209,7 +209,7 @@ def test_a_processor_of_logits_may_call_the_model_itself(name: str, device: str)
     assert not run.stats().fallbacks
 
 
-def test_generate_is_refused_where_nothing_generates(device: str) -> None:
+def test_generate_is_refused_for_a_program_that_does_not_generate(device: str) -> None:
     with pytest.raises(st.RuleError, match="Hugging Face models"):
         st.bucketed(torch.nn.Linear(2, 2).to(device), {"input": {0: SEQ}}).generate(torch.zeros(1, 1))
     with pytest.raises(st.RuleError, match="what prompts are padded on"):
@@ -218,7 +218,7 @@ def test_generate_is_refused_where_nothing_generates(device: str) -> None:
         st.bucketed(gpt2(device), {"input_ids": {1: st.Dim("seq")}}).generate(torch.zeros(1, 1))
 
 
-def test_decode_steps_with_a_cache_of_the_callers_are_replays_of_one_graph(device: str) -> None:
+def test_decode_steps_with_the_callers_cache_replay_one_graph(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     plain = model.forward
@@ -240,7 +240,7 @@ def test_decode_steps_with_a_cache_of_the_callers_are_replays_of_one_graph(devic
 
 
 @torch.no_grad()
-def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
+def test_a_returned_cache_belongs_to_the_caller(device: str) -> None:
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: st.Dim("seq", max=64, buckets=16)}})
     held = []
@@ -276,7 +276,7 @@ def test_an_encoder_and_a_decoder_of_different_lengths(device: str) -> None:
 
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_weights_that_are_replaced_between_texts_are_those_of_the_next(name: str, device: str) -> None:
+def test_weights_replaced_between_texts_are_used_for_the_next(name: str, device: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -289,7 +289,7 @@ def test_weights_that_are_replaced_between_texts_are_those_of_the_next(name: str
 
 
 @pytest.mark.usefixtures("captured")
-def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itself(device: str) -> None:
+def test_a_text_whose_weights_were_replaced_midway_is_generated_by_the_model(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})

@@ -113,7 +113,7 @@ def test_release_gives_the_memory_of_graphs_and_inputs_back() -> None:
     assert run.stats().recaptures == 1
 
 
-def test_nothing_waits_for_the_collector_when_a_program_is_released() -> None:
+def test_a_deleted_runner_is_freed_without_the_garbage_collector() -> None:
     run = st.bucketed(lambda x: x.softmax(0), {"x": {0: SEQ}})
     x = torch.ones(32, 3)
     run.warmup(x, progress=False)
@@ -164,7 +164,7 @@ def test_other_threads_use_the_device_while_graphs_are_captured() -> None:
 
 
 @torch.no_grad()
-def test_statistics_have_what_was_done_in_each_bucket(device: str) -> None:
+def test_statistics_report_each_bucket(device: str) -> None:
     run = st.bucketed(Net(device), {"x": {1: SEQ}}, max_graphs=2)
     for n in (3, 4, 30, 31, 3, 5, 12):
         run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
@@ -223,7 +223,7 @@ class Event:
         return later.at - self.at
 
 
-def test_of_replays_that_are_timed_the_last_times_are_kept_and_no_events() -> None:
+def test_only_the_last_replay_times_are_kept() -> None:
     statistics = BucketStatistics({"seq": 8}, [(2, 8)])
     for i in range(1000):
         statistics.note_timed(Event(0.0), Event(float(i)))

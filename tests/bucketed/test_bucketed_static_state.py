@@ -108,7 +108,7 @@ def test_gradients_of_static_parameters_are_graphs_too(
     assert run.stats().hits == 3
 
 
-def test_a_plain_view_is_one_for_each_tensor_and_does_not_keep_it() -> None:
+def test_each_tensor_has_one_plain_view_that_does_not_keep_it_alive() -> None:
     x = st.static(torch.ones(3))
     with PlainViews():
         views = [x.view(3) for _ in range(2)]

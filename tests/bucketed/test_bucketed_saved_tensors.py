@@ -50,7 +50,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("is_whole_step", [False, True])
-def test_a_backward_holds_nothing_that_it_has_read(is_whole_step: bool) -> None:
+def test_a_backward_frees_saved_tensors_once_it_has_read_them(is_whole_step: bool) -> None:
     spy, net = Spy(), network()
     loss = st.bucketed(lambda x: net(x).square().mean(), {"x": {1: SEQ}}, compile={"backend": spy})
     opt = st.optim.AdamW(net.parameters(), lr=1e-3)
@@ -69,7 +69,7 @@ def test_a_backward_holds_nothing_that_it_has_read(is_whole_step: bool) -> None:
     assert not any(alive for _, alive in spy.held)
 
 
-def test_a_graph_that_is_retained_keeps_what_it_needs() -> None:
+def test_a_retained_graph_keeps_its_saved_tensors() -> None:
     net = network()
     inner = st.bucketed(lambda x: net(x).square().mean(), {"x": {1: SEQ}}, compile={"backend": "aot_eager"})
 

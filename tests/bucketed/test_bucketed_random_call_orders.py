@@ -171,7 +171,7 @@ def test_calls_in_any_order(device: str) -> None:
     run_state_machine_as_test(OnDevice, settings=settings(stateful_step_count=12))
 
 
-def test_calls_in_any_order_are_replayed_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_in_any_order_are_replayed_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = pretend(monkeypatch, trained=True)
     run_state_machine_as_test(Calls, settings=settings(stateful_step_count=12))
     assert sum(pool.captures > pool.runs for pool in pools)

@@ -97,7 +97,7 @@ def training(x: Tensor) -> Tensor:
         (static_write, static),
     ],
 )
-def test_a_function_whose_graph_breaks_computes_what_it_does_in_eager_mode(
+def test_a_function_with_a_graph_break_computes_the_eager_result(
     function: Callable[[Any], Any], make: Callable[[], Any]
 ) -> None:
     compiled = torch.compile(function, backend="aot_eager")

@@ -48,7 +48,7 @@ class Holder:
         return loss.detach()  # type: ignore[no-any-return]
 
 
-def test_a_name_of_a_file_or_closure_that_stands_for_another_tensor_is_seen(
+def test_a_rebound_global_or_closure_variable_is_noticed(
     device: str, monkeypatch: pytest.MonkeyPatch, counted: Counted
 ) -> None:
     monkeypatch.setitem(globals(), "factor", factor.to(device))
@@ -76,7 +76,7 @@ def test_a_name_of_a_file_or_closure_that_stands_for_another_tensor_is_seen(
     assert counted.take()[0] == 1
 
 
-def test_a_callable_object_has_the_gradients_of_what_it_holds(device: str) -> None:
+def test_a_callable_object_gets_the_gradients_of_its_attributes(device: str) -> None:
     own, other = Holder(device), Holder(device)
     run = st.bucketed(own, DIMS)
     for n in (5, 6, 20, 7):
@@ -89,7 +89,7 @@ def test_a_callable_object_has_the_gradients_of_what_it_holds(device: str) -> No
     assert run.stats().recaptures == 0
 
 
-def test_a_method_takes_whole_steps_of_what_its_object_holds(device: str) -> None:
+def test_a_method_takes_training_steps_with_its_objects_optimizer(device: str) -> None:
     own, other = Holder(device), Holder(device)
     run = st.bucketed(own.step, DIMS)
     for n in (5, 6, 20, 7, 21):
@@ -100,7 +100,7 @@ def test_a_method_takes_whole_steps_of_what_its_object_holds(device: str) -> Non
     assert not run.stats().fallbacks
 
 
-def test_a_tensor_that_a_module_holds_without_registering_it_has_its_gradient(device: str) -> None:
+def test_an_unregistered_tensor_of_a_module_gets_its_gradient(device: str) -> None:
     class Unregistered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,7 +123,7 @@ def test_a_tensor_that_a_module_holds_without_registering_it_has_its_gradient(de
     assert run.stats().hits == 2
 
 
-def test_what_a_program_reaches_is_found_by_each_way(device: str) -> None:
+def test_reachable_state_is_found_through_every_kind_of_reference(device: str) -> None:
     made = [torch.ones(3) for _ in range(6)]
     net = nn.Linear(3, 3)
 
@@ -139,7 +139,7 @@ def test_what_a_program_reaches_is_found_by_each_way(device: str) -> None:
     assert ReachableState(lambda: many).parts == []
 
 
-def test_a_lazy_module_runs_as_it_is_once_and_is_recorded_then(device: str) -> None:
+def test_a_lazy_module_runs_once_without_a_graph_and_is_then_captured(device: str) -> None:
     net = nn.Sequential(nn.LazyLinear(4), nn.Softmax(0)).to(device)
     run = st.bucketed(net, {"input": {0: SEQ}})
     for n in (5, 6, 7):
@@ -151,7 +151,7 @@ def test_a_lazy_module_runs_as_it_is_once_and_is_recorded_then(device: str) -> N
 
 
 @torch.no_grad()
-def test_a_module_with_a_sparse_buffer_gives_what_it_gives(device: str) -> None:
+def test_a_module_with_a_sparse_buffer_gives_the_same_results(device: str) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -167,7 +167,7 @@ def test_a_module_with_a_sparse_buffer_gives_what_it_gives(device: str) -> None:
         torch.testing.assert_close(run(x), net(x))
 
 
-def test_parameters_that_are_frozen_meanwhile_get_no_gradients_and_others_theirs(device: str) -> None:
+def test_parameters_frozen_between_calls_get_no_gradients(device: str) -> None:
     nets = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device, torch.float64) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     run = st.bucketed(nets[0], {"input": {0: SEQ}})
@@ -187,7 +187,7 @@ def test_parameters_that_are_frozen_meanwhile_get_no_gradients_and_others_theirs
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_out_of_reach_has_its_gradient_and_no_graph(device: str, compiled: bool) -> None:
+def test_an_unreachable_parameter_gets_its_gradient_without_a_graph(device: str, compiled: bool) -> None:
     class Slots:
         hidden: Tensor
         __slots__ = ("hidden",)
@@ -209,7 +209,7 @@ def test_what_is_out_of_reach_has_its_gradient_and_no_graph(device: str, compile
     assert ["not found: pass it on" in reason for reason in run.stats().fallbacks] == [True]
 
 
-def test_data_that_an_object_holds_is_not_copied_and_what_is_written_there_is_written_once_a_call(device: str) -> None:
+def test_data_of_an_object_is_not_copied_and_written_once_per_call(device: str) -> None:
     class Job(Holder):
         def __init__(self) -> None:
             super().__init__(device)
@@ -229,7 +229,7 @@ def test_data_that_an_object_holds_is_not_copied_and_what_is_written_there_is_wr
     assert id(job.data) not in put_back
 
 
-def test_what_an_object_keeps_beside_what_its_program_reads_may_be_replaced(
+def test_attributes_that_the_program_does_not_read_may_be_replaced(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Job(Holder):
@@ -264,7 +264,7 @@ def test_what_an_object_keeps_beside_what_its_program_reads_may_be_replaced(
     assert again == ["table was replaced", "a part of the program was replaced"]
 
 
-def test_names_in_functions_that_a_program_makes_are_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "factor", factor.to(device))
 
     def program(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def assert_alike_at_once(pair: list[tuple[Any, Any]], x: Tensor, seed: int) -> N
 
 @torch.no_grad()
 @pytest.mark.parametrize("what", TRACES)
-def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, device: str, counted: Counted) -> None:
+def test_side_effects_happen_once_per_call_if_a_weight_is_replaced(what: str, device: str, counted: Counted) -> None:
     make, leave = TRACES[what]
 
     def program_of(net: nn.Module) -> Any:
@@ -135,7 +135,7 @@ def test_a_trace_is_left_once_a_call_where_a_weight_is_replaced(what: str, devic
 
 @torch.no_grad()
 @pytest.mark.parametrize("has_traces", [False, True])
-def test_weights_are_looked_at_behind_the_replay_where_a_call_leaves_nothing(
+def test_state_is_checked_after_the_replay_of_a_call_without_side_effects(
     has_traces: bool, device: str, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = nn.Linear(3, 3, dtype=torch.float64, device=device)
@@ -157,7 +157,7 @@ def test_weights_are_looked_at_behind_the_replay_where_a_call_leaves_nothing(
 
 @torch.no_grad()
 @pytest.mark.parametrize("what", TRACES)
-def test_a_trace_is_left_once_a_call_where_a_run_on_padded_tensors_raises(what: str, device: str) -> None:
+def test_side_effects_happen_once_per_call_if_the_padded_run_raises(what: str, device: str) -> None:
     make, leave = TRACES[what]
 
     def program(x: Tensor, given: Any) -> Tensor:
@@ -184,7 +184,7 @@ def twice(program: Any, followed: list[Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("what", TRACES)
-def test_a_trace_is_left_once_a_call_that_autograd_follows(what: str, device: str) -> None:
+def test_side_effects_happen_once_per_call_under_autograd(what: str, device: str) -> None:
     make, leave = TRACES[what]
     nets = two_alike(device)
 
@@ -209,7 +209,7 @@ def test_a_trace_is_left_once_a_call_that_autograd_follows(what: str, device: st
 
 
 @pytest.mark.parametrize("what", TRACES)
-def test_a_trace_is_left_once_a_step(what: str, device: str) -> None:
+def test_side_effects_happen_once_per_training_step(what: str, device: str) -> None:
     make, leave = TRACES[what]
     nets = two_alike(device)
 

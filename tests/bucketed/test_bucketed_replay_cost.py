@@ -52,7 +52,7 @@ def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> Non
 
 
 @torch.no_grad()
-def test_layers_share_the_mask_of_real_keys_and_the_callers() -> None:
+def test_layers_share_the_padding_mask_and_the_callers_mask() -> None:
     model = bert()
     run = st.bucketed(model, {"input_ids": {1: SEQ}, "attention_mask": {1: SEQ}})
     ids = torch.randint(1, 1000, (2, 100))
@@ -67,7 +67,7 @@ def test_layers_share_the_mask_of_real_keys_and_the_callers() -> None:
 
 
 @torch.no_grad()
-def test_a_mask_that_is_written_to_between_layers_is_taken_as_it_is() -> None:
+def test_a_mask_that_is_written_between_layers_is_read_anew() -> None:
     def twice(x: Tensor, mask: Tensor) -> Tensor:
         first = torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
         mask[..., 0] = False
@@ -82,7 +82,7 @@ def test_a_mask_that_is_written_to_between_layers_is_taken_as_it_is() -> None:
 
 
 @torch.no_grad()
-def test_a_convolutional_net_over_a_padded_batch_does_what_it_does_over_a_whole_one() -> None:
+def test_a_convolutional_net_does_no_more_for_a_padded_batch_than_for_a_full_one() -> None:
     torch.manual_seed(0)
     sizes = {"embedding_size": 4, "hidden_sizes": [8, 8], "depths": [2, 2], "num_labels": 3}
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes)).eval()

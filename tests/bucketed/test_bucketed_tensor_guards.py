@@ -35,7 +35,7 @@ OTHERS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("what", TENSOR_PROPERTIES)
-def test_each_row_of_the_table_tells_a_replaced_tensor(what: str) -> None:
+def test_each_guarded_property_detects_a_replaced_tensor(what: str) -> None:
     make, change = OTHERS[what]
     tensors = [torch.ones(3), make(), torch.ones(())]
     held = TensorSnapshot(tensors)
@@ -48,7 +48,7 @@ def test_each_row_of_the_table_tells_a_replaced_tensor(what: str) -> None:
     assert what in changed
 
 
-def test_tensors_that_went_or_came_are_others() -> None:
+def test_added_and_removed_tensors_are_a_change() -> None:
     a, b = torch.ones(2), torch.ones(2)
     assert TensorSnapshot([a, b]).first_change([a]) == (1, "count")
     assert TensorSnapshot([a]).first_change([a, b]) == (1, "count")
@@ -57,7 +57,7 @@ def test_tensors_that_went_or_came_are_others() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_tensors_are_alike_in_every_mode(
+def test_tensors_match_their_snapshot_in_every_mode(
     other: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors: list[Tensor] = [nn.Parameter(torch.ones(2, 2)), torch.ones(3)]
@@ -72,7 +72,7 @@ def test_tensors_are_alike_in_every_mode(
     assert len(looked) <= 1
 
 
-def test_tensors_without_memory_are_told_by_what_they_are() -> None:
+def test_tensors_without_memory_can_be_guarded() -> None:
     sparse, lazy = torch.eye(2).to_sparse(), nn.LazyLinear(2)
     held = TensorSnapshot([sparse, lazy.weight])
     assert held.matches([sparse, lazy.weight])
@@ -153,7 +153,7 @@ WAYS: list[tuple[Callable[[Scale], None], str]] = [
 
 @pytest.mark.parametrize(("replace", "said"), WAYS)
 @torch.no_grad()
-def test_what_was_replaced_is_recorded_again_and_said(
+def test_a_replaced_tensor_is_recaptured_with_a_warning(
     device: str,
     replace: Callable[[Scale], None],
     said: str,
@@ -177,7 +177,7 @@ def test_what_was_replaced_is_recorded_again_and_said(
 
 
 @torch.no_grad()
-def test_what_was_replaced_is_met_by_a_size_that_is_new(device: str, counted: Counted) -> None:
+def test_the_first_call_of_a_new_size_reads_the_replaced_tensor(device: str, counted: Counted) -> None:
     net = Scale(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 20):
@@ -190,7 +190,7 @@ def test_what_was_replaced_is_met_by_a_size_that_is_new(device: str, counted: Co
 
 
 @torch.no_grad()
-def test_values_that_change_in_place_are_read_without_recording_again(device: str, counted: Counted) -> None:
+def test_values_that_change_in_place_are_read_without_a_recapture(device: str, counted: Counted) -> None:
     net = Scale(device)
     run = st.bucketed(net, DIMS)
     x = rows(5, device)
@@ -223,7 +223,7 @@ def no_state(opt: Any, p: Tensor) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("replace", [transposed_state, new_state, no_state])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
+def test_replaced_optimizer_state_is_recaptured(
     device: str, name: str, replace: Callable[[Any, Tensor], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     start = rows(3, device)
@@ -256,7 +256,7 @@ def test_state_of_an_optimizer_that_was_replaced_is_recorded_again(
 
 
 @pytest.mark.parametrize("replace", [Tensor.t, Tensor.clone])
-def test_a_gradient_that_a_graph_adds_to_is_watched_where_it_lies(replace: Callable[[Tensor], Tensor]) -> None:
+def test_the_address_of_an_accumulated_gradient_is_guarded(replace: Callable[[Tensor], Tensor]) -> None:
     weight = nn.Parameter(torch.ones(3, 3))
 
     def program(x: Tensor) -> None:

@@ -60,7 +60,7 @@ class Trained:
 
 @pytest.mark.parametrize("end", ["raises", "writes", "gradients"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_that_is_taken_in_another_way_is_taken_once(device: str, optimizer: str, end: str) -> None:
+def test_a_training_step_that_falls_back_is_taken_once(device: str, optimizer: str, end: str) -> None:
     ours, theirs = (Trained(device, optimizer, end) for _ in range(2))
     run = st.bucketed(ours.step, {"x": {0: SEQ}})
     for i, n in enumerate((5, 6, 20, 7)):
@@ -76,7 +76,7 @@ def test_a_step_that_is_taken_in_another_way_is_taken_once(device: str, optimize
     assert sum(run.stats().fallbacks.values()) == 4
 
 
-def test_what_is_too_large_for_a_copy_is_said(
+def test_a_write_to_a_tensor_too_large_to_copy_is_logged(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 100)
@@ -105,7 +105,7 @@ class Averaged(nn.Module):
 
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_parameter_is_written_once_a_call_and_not_by_warm_up(device: str, trains: bool, follows: bool) -> None:
+def test_a_parameter_is_written_once_per_call_and_not_by_warm_up(device: str, trains: bool, follows: bool) -> None:
     ours, theirs = (Averaged(trains).to(device) for _ in range(2))
     run = st.bucketed(ours, {"x": {0: SEQ}})
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_a_parameter_is_written_once_a_call_and_not_by_warm_up(device: str, trai
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
 @torch.no_grad()
-def test_random_numbers_of_the_host_are_drawn_once_in_each_call(device: str, draw: Callable[[], float]) -> None:
+def test_host_random_numbers_are_drawn_once_per_call(device: str, draw: Callable[[], float]) -> None:
     def program(x: Tensor) -> Tensor:
         return x.softmax(0) * (2 if draw() < 0.5 else 1)
 
@@ -140,7 +140,7 @@ def test_random_numbers_of_the_host_are_drawn_once_in_each_call(device: str, dra
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_in_a_call_without_gradients_has_the_numbers_of_the_call(device: str, optimizer: str) -> None:
+def test_a_training_step_under_no_grad_draws_the_numbers_of_the_plain_call(device: str, optimizer: str) -> None:
     def step_of(trained: Trained) -> Callable[[Tensor], Tensor]:
         def step(x: Tensor) -> Tensor:
             with torch.enable_grad():

@@ -39,7 +39,7 @@ def run(net: Net) -> Any:
     return st.bucketed(net, {"x": {1: SEQ}})
 
 
-def test_what_a_module_has_a_runner_has(net: Net, run: Any) -> None:
+def test_a_runner_has_the_attributes_of_its_module(net: Net, run: Any) -> None:
     assert run.config is net.config
     assert run.linear is net.linear
     assert [*run.parameters()] == [*net.parameters()]
@@ -78,7 +78,7 @@ def test_a_runner_s_own_attributes_come_first(net: Net, run: Any) -> None:
 
 
 @pytest.mark.parametrize("program", [torch.exp, Net()])
-def test_what_neither_has_is_said(program: Any) -> None:
+def test_an_attribute_that_neither_has_is_an_error(program: Any) -> None:
     run = st.bucketed(program, {0: {0: SEQ}})
     with pytest.raises(AttributeError, match="neither 'Bucketed' nor its program has an attribute 'nothing'"):
         _ = run.nothing
@@ -86,7 +86,7 @@ def test_what_neither_has_is_said(program: Any) -> None:
     assert not hasattr(run, "__fspath__")
 
 
-def test_a_copy_stands_for_a_copy(net: Net, run: Any) -> None:
+def test_a_copy_is_a_runner_of_a_copied_program(net: Net, run: Any) -> None:
     twin = copy.deepcopy(run)
     assert twin.linear is not net.linear
     assert twin.eval() is twin

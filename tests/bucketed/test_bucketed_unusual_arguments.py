@@ -36,7 +36,7 @@ class Held:
 
 
 @torch.no_grad()
-def test_what_an_object_holds_in_its_parts_is_that_of_the_call(device: str, counted: Counted) -> None:
+def test_the_present_values_inside_an_object_argument_are_used(device: str, counted: Counted) -> None:
     def program(x: Tensor, held: Held) -> Tensor:
         y = held.activation(x).softmax(0) * held.scales[0] + held.named["shift"]
         return y**held.inner.power  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ def test_what_an_object_holds_in_its_parts_is_that_of_the_call(device: str, coun
 
 
 @torch.no_grad()
-def test_a_function_that_is_handed_over_reads_what_it_has_now(device: str) -> None:
+def test_a_function_argument_reads_its_present_closure(device: str) -> None:
     factor, held = 1.0, Held()
 
     def times(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_a_function_that_is_handed_over_reads_what_it_has_now(device: str) -> No
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 @torch.no_grad()
-def test_layouts_are_told_apart(device: str) -> None:
+def test_layouts_have_keys_of_their_own(device: str) -> None:
     def program(x: Tensor, a: Tensor) -> Tensor:
         parts = a.unbind() if a.is_nested else [a if a.layout is torch.strided else a.to_dense()]
         return x.softmax(0).sum() + sum(part.sum() for part in parts)
@@ -94,7 +94,7 @@ def test_layouts_are_told_apart(device: str) -> None:
 
 
 @torch.no_grad()
-def test_conjugates_and_negatives_are_what_they_stand_for(device: str) -> None:
+def test_conjugates_and_negatives_are_resolved(device: str) -> None:
     run = st.bucketed(lambda x: x.cumsum(0), DIMS)
     for n in (5, 6, 20, 7, 8, 21):
         x = torch.randn(n, 3, dtype=torch.complex128, device=device)
@@ -103,7 +103,7 @@ def test_conjugates_and_negatives_are_what_they_stand_for(device: str) -> None:
 
 
 @torch.no_grad()
-def test_an_iterator_is_gone_through_once(device: str) -> None:
+def test_an_iterator_argument_is_consumed_once(device: str) -> None:
     def returns(x: Tensor, of: Callable[[list[Tensor]], Any]) -> Any:
         return of([x.softmax(0), x.sum(0)])
 
@@ -121,7 +121,7 @@ def test_an_iterator_is_gone_through_once(device: str) -> None:
         torch.testing.assert_close(other(x, iter("ab")), takes(x, iter("ab")))
 
 
-def test_results_of_the_first_call_are_the_callers_own_too(device: str) -> None:
+def test_results_of_the_first_call_belong_to_the_caller_too(device: str) -> None:
     norm = nn.BatchNorm1d(3, dtype=torch.float64, device=device)
     run = st.bucketed(lambda x, y: (norm(x), norm.running_mean, norm.weight, y), DIMS)
     y = rows(2, device)
@@ -135,7 +135,7 @@ def test_results_of_the_first_call_are_the_callers_own_too(device: str) -> None:
         assert weight.grad_fn is not None
 
 
-def test_a_gradient_is_of_the_parameter_that_was_handed_over(device: str) -> None:
+def test_the_gradient_goes_to_the_parameter_that_was_passed(device: str) -> None:
     run = st.bucketed(lambda x, w: x.softmax(0) @ w, DIMS)
     one = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
     other = nn.Parameter(one.data)
@@ -162,7 +162,7 @@ def test_a_loss_that_is_kept_does_not_keep_the_inputs(device: str) -> None:
 
 
 @torch.no_grad()
-def test_tensors_are_made_where_the_caller_has_them_made(device: str) -> None:
+def test_tensors_are_made_on_the_callers_default_device(device: str) -> None:
     run = st.bucketed(lambda x: (x.softmax(0), torch.zeros(2)), DIMS)
     x = rows(5, device)
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_tensors_are_made_where_the_caller_has_them_made(device: str) -> None:
 
 
 @torch.no_grad()
-def test_structures_without_end_have_graphs_for_so_many(device: str, counted: Counted) -> None:
+def test_ever_new_structures_get_a_limited_number_of_graphs(device: str, counted: Counted) -> None:
     run = st.bucketed(lambda batch: sum(x.sum() for x in batch.values()), {"batch": {0: SEQ}})
     for i in range(134):
         batch = {f"request {i}": rows(5, device)}
@@ -222,7 +222,7 @@ FUNCTIONS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_that_ask_an_argument_itself_for_its_gradient_have_it(device: str, name: str) -> None:
+def test_autograd_functions_see_requires_grad_of_their_arguments(device: str, name: str) -> None:
     ours, theirs = (nn.Linear(3, 3, dtype=torch.float64, device=device) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     run = st.bucketed(lambda x: FUNCTIONS[name](ours, x), DIMS)
@@ -248,7 +248,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_results_in_slots_sets_and_functions_are_those_of_the_call(device: str, follows: bool) -> None:
+def test_results_in_slots_sets_and_functions_belong_to_the_call(device: str, follows: bool) -> None:
     weight = torch.ones(3, dtype=torch.float64, device=device, requires_grad=follows)
 
     def softmax(x: Tensor) -> Tensor:

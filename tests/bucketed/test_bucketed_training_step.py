@@ -101,7 +101,7 @@ def test_state_that_was_loaded_is_what_the_next_step_continues_from(device: str)
     assert run.stats().hits == 4
 
 
-def test_backward_through_a_loss_from_before_a_step_is_refused_as_torch_refuses_it(device: str) -> None:
+def test_backward_through_a_loss_from_before_a_step_is_refused_as_in_torch(device: str) -> None:
     net = Net(device)
     run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1)), DIMS)
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_backward_through_a_loss_from_before_a_step_is_refused_as_torch_refuses_
         earlier.backward()
 
 
-def test_gradients_that_a_program_accumulates_are_added_to_where_they_lie(device: str) -> None:
+def test_gradients_that_a_program_accumulates_are_added_in_place(device: str) -> None:
     net, alone = Net(device), Net(device)
 
     def program_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -144,7 +144,7 @@ def test_gradients_that_a_program_accumulates_are_added_to_where_they_lie(device
 
 
 @pytest.mark.gpu
-def test_gradients_that_a_step_leaves_in_its_graph_are_nobodys_afterwards() -> None:
+def test_gradients_in_the_graphs_memory_are_dropped_after_a_step() -> None:
     net = Net("cuda")
     run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1), "first"), DIMS)
     for n in (5, 6, 20, 7):
@@ -153,7 +153,7 @@ def test_gradients_that_a_step_leaves_in_its_graph_are_nobodys_afterwards() -> N
     assert run.stats().hits == 2
 
 
-def test_an_optimizer_that_updates_in_every_other_step_is_no_part_of_a_graph(device: str) -> None:
+def test_an_optimizer_with_accumulate_is_not_captured(device: str) -> None:
     net, alone = Net(device), Net(device)
     own, other = (st.optim.SGD(n.parameters(), lr=0.1, accumulate=2) for n in (net, alone))
     run, plain = st.bucketed(step_of(net, own), DIMS), step_of(alone, other)
@@ -166,7 +166,7 @@ def test_an_optimizer_that_updates_in_every_other_step_is_no_part_of_a_graph(dev
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) -> None:
+def test_a_backward_in_a_capture_runs_on_the_capturing_thread(device: str) -> None:
     threads: list[int] = []
 
     class Noted(torch.autograd.Function):
@@ -189,7 +189,7 @@ def test_a_backward_in_a_recording_is_on_the_thread_that_records(device: str) ->
 
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("zero_grad", ["first", "last", "never"])
-def test_a_step_that_returns_its_loss_undetached_is_taken_once_a_call(device: str, zero_grad: str) -> None:
+def test_a_step_that_returns_an_undetached_loss_is_taken_once_per_call(device: str, zero_grad: str) -> None:
     def whole_step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
@@ -216,7 +216,7 @@ def test_a_step_that_returns_its_loss_undetached_is_taken_once_a_call(device: st
 
 
 @pytest.mark.usefixtures("captured")
-def test_a_gradient_scaler_within_a_step_is_left_to_the_program(device: str) -> None:
+def test_a_step_with_a_gradient_scaler_falls_back(device: str) -> None:
     def whole_step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler(device, init_scale=4.0)

@@ -94,7 +94,7 @@ def same_gradients(net: nn.Module, alone: nn.Module, sizes: tuple[int, ...], pro
     return run
 
 
-def test_nodes_of_a_graph_that_the_caller_keeps_are_not_met(met: list[dict[Any, Tensor]]) -> None:
+def test_a_capture_avoids_the_nodes_of_a_graph_that_the_caller_keeps(met: list[dict[Any, Tensor]]) -> None:
     net, alone = Tied(), Tied()
     earlier = net(rows(3)).sum()
     callers = accumulators(earlier)
@@ -109,7 +109,7 @@ def test_nodes_of_a_graph_that_the_caller_keeps_are_not_met(met: list[dict[Any, 
     assert earlier.requires_grad
 
 
-def test_parameters_are_back_after_each_call_also_where_the_program_raises() -> None:
+def test_parameters_are_restored_after_each_call_even_if_it_raises() -> None:
     net = Tied()
     held = [m._parameters.copy() for m in net.modules()]
     seen: list[bool] = []
@@ -136,7 +136,7 @@ def test_parameters_are_back_after_each_call_also_where_the_program_raises() -> 
     assert False in seen[3:]
 
 
-def test_hooks_of_parameters_run_once_a_backward() -> None:
+def test_parameter_hooks_run_once_per_backward() -> None:
     net, alone = Tied(), Tied()
     ran = []
     for model in (net, alone):
@@ -146,7 +146,7 @@ def test_hooks_of_parameters_run_once_a_backward() -> None:
     assert ran.count(net) == ran.count(alone) == 5
 
 
-def test_a_parameter_that_is_read_from_elsewhere_too_gets_its_gradients(met: list[dict[Any, Tensor]]) -> None:
+def test_a_parameter_that_is_also_read_from_a_list_gets_its_gradients(met: list[dict[Any, Tensor]]) -> None:
     net, alone = Listed(), Listed()
     same_gradients(net, alone, (5, 7, 6))
     for nodes in met[1:]:
@@ -203,7 +203,7 @@ def test_a_whole_step_runs_on_the_parameters_themselves(met: list[dict[Any, Tens
     assert run.stats().hits == 2
 
 
-def test_a_program_that_accumulates_gradients_and_returns_more_runs_as_it_is() -> None:
+def test_a_program_that_accumulates_gradients_and_returns_a_loss_falls_back() -> None:
     net, alone = Tied(), Tied()
 
     def program(model: nn.Module) -> Callable[[Tensor], Tensor]:

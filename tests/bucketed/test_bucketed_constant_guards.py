@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[Program], Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
-def test_what_changed_is_recorded_again_and_said(
+def test_a_changed_constant_is_recaptured_with_a_warning(
     device: str, name: str, counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(globals(), "factor", 1.0)
@@ -138,7 +138,7 @@ def test_what_changed_is_recorded_again_and_said(
     assert f" is recaptured: {said} " in caplog.text
 
 
-def test_a_hook_of_the_backward_is_run_as_long_as_it_is_there(device: str) -> None:
+def test_a_backward_hook_runs_until_it_is_removed(device: str) -> None:
     nets = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device, torch.float64) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     run = st.bucketed(nets[0], {0: DIMS["x"]})
@@ -173,7 +173,7 @@ def test_a_hook_that_was_removed_is_not_run(device: str, counted: Counted) -> No
 
 
 @torch.no_grad()
-def test_what_a_program_writes_itself_and_what_it_does_not_read_may_change(
+def test_values_that_a_program_writes_or_does_not_read_may_change(
     device: str, monkeypatch: pytest.MonkeyPatch, counted: Counted
 ) -> None:
     p = Program(device)
@@ -188,7 +188,7 @@ def test_what_a_program_writes_itself_and_what_it_does_not_read_may_change(
 
 
 @torch.no_grad()
-def test_what_changed_is_not_lost_where_the_program_runs_without_a_graph_meanwhile(device: str) -> None:
+def test_a_change_is_noticed_after_a_run_without_a_graph(device: str) -> None:
     p = Program(device)
     run = st.bucketed(p.program, DIMS)
     x, beyond = rows(5, device), rows(40, device)
@@ -201,7 +201,7 @@ def test_what_changed_is_not_lost_where_the_program_runs_without_a_graph_meanwhi
 
 
 @torch.no_grad()
-def test_what_changes_all_the_time_runs_without_a_graph_in_the_end(device: str) -> None:
+def test_a_program_whose_constants_keep_changing_ends_without_a_graph(device: str) -> None:
     p = Program(device)
     run = st.bucketed(p.program, DIMS)
     x = rows(5, device)
@@ -217,7 +217,7 @@ def test_what_changes_all_the_time_runs_without_a_graph_in_the_end(device: str) 
 
 
 @torch.no_grad()
-def test_graphs_that_were_given_up_come_back_whatever_a_miss_is(device: str) -> None:
+def test_dropped_graphs_are_recaptured_whatever_on_miss_is(device: str) -> None:
     for on_miss in ("eager", "error"):
         net = nn.Linear(3, 3, dtype=torch.float64, device=device)
         run = st.bucketed(net, {"input": DIMS["x"]}, on_miss=on_miss)  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_graphs_that_were_given_up_come_back_whatever_a_miss_is(device: str) -> 
 
 
 @torch.no_grad()
-def test_an_object_among_the_arguments_is_what_it_holds(device: str, counted: Counted) -> None:
+def test_an_object_argument_is_keyed_by_the_values_it_holds(device: str, counted: Counted) -> None:
     def program(x: Tensor, options: Options, net: nn.Module) -> Tensor:
         return net(x).softmax(0) * options.shift  # type: ignore[no-any-return]
 

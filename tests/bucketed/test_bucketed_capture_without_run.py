@@ -75,7 +75,9 @@ def test_warming_up_writes_nothing_and_runs_one_size(device: str, pools: list[Pr
 
 
 @torch.no_grad()
-def test_a_program_that_keeps_what_it_makes_is_run_at_every_size(device: str, pools: list[PretendPool]) -> None:
+def test_a_program_that_keeps_tensors_of_its_capture_is_run_at_every_size(
+    device: str, pools: list[PretendPool]
+) -> None:
     kept: dict[int, Tensor] = {}
 
     def program(x: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ def test_a_program_that_must_be_run_at_every_size_is(device: str, pools: list[Pr
 
 
 @torch.no_grad()
-def test_sizes_that_no_graph_has_are_run_and_said(device: str, pools: list[PretendPool]) -> None:
+def test_sizes_that_cannot_be_captured_run_with_a_warning(device: str, pools: list[PretendPool]) -> None:
     def program(x: Tensor) -> Tensor:
         return x.softmax(1) if x.shape[1] < 20 else x.softmax(1) * len(x.sum((1, 2)).tolist())
 
@@ -131,7 +133,7 @@ def test_sizes_that_no_graph_has_are_run_and_said(device: str, pools: list[Prete
 
 
 @torch.no_grad()
-def test_results_are_the_callers_own_from_the_first_replay_on(device: str, pools: list[PretendPool]) -> None:
+def test_results_belong_to_the_caller_from_the_first_replay_on(device: str, pools: list[PretendPool]) -> None:
     run: Any = st.bucketed(lambda x: {"a": x.softmax(1), "b": [x.mean(1), 3]}, {"x": {1: SEQ}})
     held = []
     for n in (5, 30, 12, 6, 29):
@@ -142,7 +144,7 @@ def test_results_are_the_callers_own_from_the_first_replay_on(device: str, pools
 
 
 @torch.no_grad()
-def test_a_replaced_parameter_is_met_by_sizes_that_are_new(device: str, pools: list[PretendPool]) -> None:
+def test_new_sizes_read_a_replaced_parameter(device: str, pools: list[PretendPool]) -> None:
     net = nn.Linear(3, 3, device=device, dtype=torch.float64)
     run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}})
     run(data(5, device))
@@ -177,7 +179,7 @@ def test_a_program_that_replaces_its_buffers_has_no_graph(device: str, pools: li
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
-def test_what_a_program_writes_to_its_arguments_is_the_callers(
+def test_writes_to_arguments_reach_the_caller(
     compiled: bool, warm: bool, device: str, pools: list[PretendPool]
 ) -> None:
     def program(x: Tensor, cache: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def test_what_a_program_writes_to_its_arguments_is_the_callers(
     torch.testing.assert_close(padded.unpad(), x)
 
 
-def test_what_a_step_writes_to_its_arguments_is_the_callers(device: str) -> None:
+def test_writes_of_a_training_step_to_its_arguments_reach_the_caller(device: str) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
 
     def program(x: Tensor, seen: Tensor) -> Tensor:
@@ -221,7 +223,7 @@ def test_what_a_step_writes_to_its_arguments_is_the_callers(device: str) -> None
 
 
 @torch.no_grad()
-def test_one_tensor_as_two_arguments_is_written_where_both_are(device: str, pools: list[PretendPool]) -> None:
+def test_writes_to_one_tensor_given_as_two_arguments_are_seen_in_both(device: str, pools: list[PretendPool]) -> None:
     def program(x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
         return (x + y).cumsum(1)

@@ -62,7 +62,7 @@ def test_static_inputs_hold_the_sources_and_zeros(
         assert torch.equal(target, wanted)
 
 
-def test_conjugates_and_negatives_are_loaded_as_what_they_stand_for(device: str) -> None:
+def test_conjugates_and_negatives_are_loaded_as_resolved_values(device: str) -> None:
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton compiles where there is a GPU")
     x = torch.randn(3, dtype=torch.complex64, device=device)

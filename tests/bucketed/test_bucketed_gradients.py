@@ -72,7 +72,7 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
     assert all(b.replayed_again == 0 for b in stats.buckets)
 
 
-def test_gradients_that_were_there_when_a_bucket_was_recorded_may_be_dropped(device: str) -> None:
+def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
     net, alone = Net(device), Net(device)
     run = st.bucketed(net, DIMS)
     for i, n in enumerate((5, 12, 6, 20, 13, 5, 30, 21)):
@@ -196,7 +196,7 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
     assert run.stats().hits == 2
 
 
-def test_results_of_a_size_that_the_values_decide_have_their_gradients(device: str) -> None:
+def test_results_of_data_dependent_size_have_their_gradients(device: str) -> None:
     net, alone = Net(device), Net(device)
     run = st.bucketed(lambda ids: net(ids)[ids > 4], {"ids": {1: SEQ}})
     for n in (5, 6, 20, 7):
@@ -208,7 +208,7 @@ def test_results_of_a_size_that_the_values_decide_have_their_gradients(device: s
         check(gradients(net), gradients(alone))
 
 
-def test_no_gradients_are_recorded_where_none_are_asked_for(device: str) -> None:
+def test_no_backward_is_captured_without_grad(device: str) -> None:
     net = Net(device)
     run = st.bucketed(net, DIMS)
     ids = tokens(5, device)
@@ -221,7 +221,7 @@ def test_no_gradients_are_recorded_where_none_are_asked_for(device: str) -> None
 
 
 @pytest.mark.parametrize("make", ["torch", "subtensors"])
-def test_a_whole_step_is_one_graph(device: str, make: str) -> None:
+def test_a_training_step_is_one_graph(device: str, make: str) -> None:
     net, alone = Net(device), Net(device)
 
     def optimizer(model: nn.Module) -> Any:
@@ -298,7 +298,7 @@ def test_an_earlier_loss_may_be_alive(device: str) -> None:
     assert not run.stats().fallbacks
 
 
-def test_a_parameter_that_was_written_to_before_the_backward_is_refused_as_torch_refuses_it(device: str) -> None:
+def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: str) -> None:
     net = Net(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
@@ -319,7 +319,7 @@ def test_gradients_of_gradients_are_refused(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_call_in_a_graph_of_the_callers_is_a_part_of_it() -> None:
+def test_a_call_in_a_graph_that_the_caller_captures_is_a_part_of_it() -> None:
     net = Net("cuda")
     run = st.bucketed(net, DIMS)
     ids = tokens(5, "cuda")
@@ -333,7 +333,7 @@ def test_a_call_in_a_graph_of_the_callers_is_a_part_of_it() -> None:
     assert "part of a graph that is being captured" in next(iter(run.stats().fallbacks))
 
 
-def test_a_call_leaves_its_arguments_as_they_are(device: str) -> None:
+def test_a_call_does_not_change_its_arguments(device: str) -> None:
     run = st.bucketed(Net(device).inner, {"input": {1: SEQ}})
     for n in (5, 6, 20):
         x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
@@ -342,7 +342,7 @@ def test_a_call_leaves_its_arguments_as_they_are(device: str) -> None:
         assert x._version == 0
 
 
-def test_a_call_in_a_checkpoint_is_a_replay_where_its_bucket_was_recorded(device: str) -> None:
+def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: str) -> None:
     net, alone = Net(device), Net(device)
     run = st.bucketed(net, DIMS)
     for n in (20, 17):

@@ -62,7 +62,7 @@ def test_a_dataclass_of_options_is_part_of_the_key(device: str, counted: Counted
 
 
 @torch.no_grad()
-def test_a_sparse_argument_is_left_to_the_program(device: str) -> None:
+def test_a_call_with_a_sparse_argument_falls_back(device: str) -> None:
     run = st.bucketed(lambda x, y: y @ x, {"x": {1: SEQ}})
     y = torch.eye(3, dtype=torch.float64, device=device).to_sparse()
     x = rows(3, device)

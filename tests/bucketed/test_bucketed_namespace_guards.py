@@ -62,7 +62,7 @@ def initially(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("kind", ["a module", "a method", "a function"])
 @torch.no_grad()
-def test_what_stands_there_is_read_in_each_call(device: str, kind: str, name: str, counted: Counted) -> None:
+def test_values_in_a_namespace_are_read_in_each_call(device: str, kind: str, name: str, counted: Counted) -> None:
     net = Net()
     programs: dict[str, Callable[[Tensor], Tensor]] = {
         "a module": net, "a method": net.forward, "a function": lambda x: net(x),
@@ -84,7 +84,7 @@ def test_what_stands_there_is_read_in_each_call(device: str, kind: str, name: st
 
 
 @torch.no_grad()
-def test_what_no_code_of_the_program_names_may_change(device: str, counted: Counted) -> None:
+def test_values_that_the_program_does_not_name_may_change(device: str, counted: Counted) -> None:
     net = Net()
     run = st.bucketed(net, {"x": {0: SEQ}})
     for i in range(4):

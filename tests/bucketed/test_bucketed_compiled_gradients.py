@@ -112,7 +112,7 @@ class RandomBackward(torch.autograd.Function):
         return same(gradients[0])
 
 
-def test_a_backward_that_is_random_itself_gets_the_gradient_that_arrives(device: str, options: dict[str, Any]) -> None:
+def test_a_backward_with_random_ops_gets_the_incoming_gradient(device: str, options: dict[str, Any]) -> None:
     layer = nn.Linear(4, 1, device=device)
 
     def program(x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_a_backward_that_is_random_itself_gets_the_gradient_that_arrives(device:
     assert codes(run) == [True]
 
 
-def test_results_that_are_cut_and_inputs_get_their_gradients(device: str, options: dict[str, Any]) -> None:
+def test_cut_results_and_inputs_get_their_gradients(device: str, options: dict[str, Any]) -> None:
     net = Net(device).layer
     run = st.bucketed(
         lambda x: (net(x).softmax(1), {"sum": x.sum(1), "size": 7}), {"x": {1: SEQ}}, compile=options or True

@@ -51,7 +51,7 @@ def batch(n: int, m: int, classes: int, device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
-def test_a_model_is_trained_as_by_itself(device: str, make: Any) -> None:
+def test_a_bucketed_model_is_trained_like_the_plain_model(device: str, make: Any) -> None:
     torch.manual_seed(0)
     model = make().train().to(device, torch.float64)
     alone = copy.deepcopy(model)
