@@ -25,7 +25,7 @@ from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.tree import PyTree
 
 
-class ReplayCounter(Protocol):
+class ReplayedGraphs(Protocol):
     """The cache of graphs that a call belongs to: it counts replays, and recaptures evicted graphs."""
 
     replay_count: int
@@ -88,7 +88,7 @@ class TrainingCall:
         leaves: list[PyTree],
         spec: CallSpec,
         lock: AbstractContextManager[bool],
-        graphs: ReplayCounter,
+        graphs: ReplayedGraphs,
     ) -> None:
         self.bucket, self.spec, self.lock, self.graphs = bucket, spec, lock, graphs
         self.inputs = [leaves[source.leaf] for source in spec.inputs]

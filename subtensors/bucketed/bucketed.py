@@ -1,4 +1,4 @@
-"""`st.bucketed`."""
+"""`st.bucketed`: checks its arguments and makes a `Bucketed` runner."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Generation(Generic[P]):
             dims = {"input_ids": {1: new}, "attention_mask": {2: new}, "position_ids": {1: new}}
         self._tokens = next(iter(dims))
         self.programs["decoder"] = make(model.forward, _accepted_dims(model, dims))
-        # `generate` reads from the signature what the model takes.
+        # `generate` reads the model's parameters from the signature.
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
 
     def run(self, inputs: Tensor | None, options: Options, count_fallback: Callable[[str], None]) -> PyTree:
@@ -123,7 +123,7 @@ class Generation(Generic[P]):
             return "generate is asked for no cache"
         prompt = inputs if inputs is not None else options.get("input_ids")
         if not isinstance(prompt, Tensor) or prompt.dim() != 2:
-            return "generate is given something else than tokens"
+            return "generate is given something other than tokens"
         length = 1 if self.model.config.is_encoder_decoder else prompt.shape[1]
         given = options.get("decoder_input_ids")
         length = given.shape[1] if given is not None else length
@@ -161,7 +161,7 @@ class Generation(Generic[P]):
             contexts.enter_context(_replaced_forward(self.model, self._forward))
             if "encoder" in self.programs:
                 contexts.enter_context(_replaced_forward(self._encoder, self.programs["encoder"]))
-            # A step writes to the cache, and has no time to look at all weights first.
+            # A decode step writes to the cache; to check all weights before each would take too long.
             for program in self.programs.values():
                 contexts.enter_context(program.settled())
             return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
@@ -218,7 +218,7 @@ def prompt_dim(model: Any, dims: Mapping[str | int, PyTree]) -> Dim:
         raise RuleError(f"generate is a method of Hugging Face models, and {type(model).__name__} has none")
     found = (dims.get("input_ids") or {}).get(1)
     if not isinstance(found, Dim):
-        raise RuleError("generate needs dims that say what prompts are padded on: {'input_ids': {1: st.Dim(...)}}")
+        raise RuleError("generate needs the dims that prompts are padded on: {'input_ids': {1: st.Dim(...)}}")
     return found
 
 

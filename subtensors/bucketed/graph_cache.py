@@ -1,23 +1,25 @@
 """The graphs of a bucketed program: captured within a budget, evicted, and dropped when what they read is stale.
 
 ```
-                      bucket_of(spec)                   no graph yet
-    a call ---------> Bucket (one per bucket size) -------------------> first_call
-                        |   ^                                              |
-               replayed |   | needs_recapture                              v
-              by runner |   |                             run once, which answers the call  (or, if the program
-                        v   |                                              |                 was captured at another
-      drop_stale(change)    |        max_graphs, memory_limit              v                 size: capture, replay)
-      drops all graphs -----+------- evict the least recently <------- capture
-                                     called graphs
+    first call of a size                                   later calls
+    --------------------                                   -----------
+    bucket_of(spec) -> Bucket -> run once ---> capture --> replay (by the runner)
+                                 (the answer)    ^            |
+                                                 |            | first_change(): "weight was replaced"
+      evicted for max_graphs or memory_limit:    |            v
+      the least recently called graphs ----------+----- drop_stale: all graphs
+                                             recapture
 ```
+
+The program runs once before its first capture alone: at another size the capture is its first run, and a replay the
+answer, unless the program keeps tensors that it makes, or tunes something, at every size.
 
 A capture records addresses, so everything that it reads must stay where it is: the static inputs of the bucket, and
 the state of the program (`state/guards.py`). When `StateGuard.first_change()` names a change, `drop_stale` drops every
 graph, takes a new snapshot, and the next call of each bucket recaptures it. A program that never reaches a replay
 between recaptures is not captured any more. All graphs of a device share one memory pool (`dispatch/graphs/pool.py`),
 so evicting one returns its part of the memory, and a replay overwrites what other graphs computed: `replay_count` tells
-a backward whether its forward must be replayed again (`training/autograd_node.py`).
+a backward whether its forward must be replayed again (`autograd_node.py`).
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class Statistics:
                 f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
                 + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
                 + (f"replay {replay:.3f} ms, " if replay is not None else "")
-                + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
-                + ("" if b.is_recorded else ", not recorded")
+                + f"{in_units(b.bytes)}, {b.waste:.0%} waste"
+                + ("" if b.is_recorded else ", not captured")
             )
         if self.evictions or self.recaptures or self.recompiles:
             lines.append(

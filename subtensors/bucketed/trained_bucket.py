@@ -218,7 +218,7 @@ class TrainedBucket(Bucket):
                 self.pool.run(forward_and_backward) if self.pool is not None else forward_and_backward()
 
     def capture(self) -> None:
-        """Capture the forward and the backward; see `Bucket.record`."""
+        """Capture the forward and the backward; see `Bucket.capture`."""
         with capture_modes(requires_grad=True):
             self._make_aliases()
             if self.pool is None and not self.is_differentiable:
