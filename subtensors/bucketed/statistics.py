@@ -35,7 +35,7 @@ class BucketStatistics:
     calls: int = 0
     """Calls with this bucket's sizes."""
     hits: int = 0
-    """The calls of these that a replay answered."""
+    """Calls among these that a replay answered."""
     captures: int = 0
     capture_ms: float = 0.0
     """The duration of the last capture."""

@@ -1,4 +1,4 @@
-"""Which graphs a bucketed program has: budgets, eviction, warm-up, release, and what makes it record again."""
+"""The graphs that a bucketed program keeps: budgets, eviction, warm-up, release and recaptures."""
 
 from __future__ import annotations
 

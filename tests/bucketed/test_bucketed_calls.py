@@ -1,4 +1,4 @@
-"""Calls of a bucketed program: what goes in, what comes out, and which bucket answers."""
+"""Calls of a bucketed program: arguments, results, and the bucket that answers."""
 
 from __future__ import annotations
 

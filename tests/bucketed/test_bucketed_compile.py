@@ -1,4 +1,4 @@
-"""A bucketed program is compiled once for all of its buckets, and gives what the program gives."""
+"""A bucketed program is compiled once for all of its buckets, and computes what the program computes."""
 
 from __future__ import annotations
 

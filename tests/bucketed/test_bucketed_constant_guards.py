@@ -1,4 +1,4 @@
-"""Values that a program's Python reads are constants of its graphs: where one changed, it is recaptured."""
+"""Values that a program's Python reads are constants of its graphs: a change is recaptured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs without a graph gives what the program gives, and is said once a reason."""
+"""Programs that run without a graph compute what the program computes, and warn once per reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients through a bucketed program are those of the program, and are the caller's own."""
+"""Gradients through a bucketed program equal the program's, and belong to the caller."""
 
 from __future__ import annotations
 

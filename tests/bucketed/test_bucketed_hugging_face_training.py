@@ -1,4 +1,4 @@
-"""Training steps of Hugging Face models through a bucketed program are those of the models."""
+"""Training steps of Hugging Face models through a bucketed program equal those of the models."""
 
 from __future__ import annotations
 

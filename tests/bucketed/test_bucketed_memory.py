@@ -1,4 +1,4 @@
-"""A bucketed program that serves for long: one pool for all graphs, memory that comes back, nothing that grows."""
+"""A bucketed program that serves for long: one pool for all graphs, memory that returns, nothing that grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner has its program's attributes: it stands where the program stood."""
+"""A runner has its program's attributes, and can take its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes, files and functions as namespaces: what a program reads there is watched, tensors too."""
+"""Classes, files and functions are namespaces: values and tensors that a program reads there are guarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program writes to objects and containers among its arguments is the caller's, once a call."""
+"""Writes of a program to objects and containers among its arguments reach the caller, once per call."""
 
 from __future__ import annotations
 

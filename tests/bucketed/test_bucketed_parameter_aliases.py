@@ -1,4 +1,4 @@
-"""What is recorded with gradients runs on leaves of its own; the caller's parameters are the caller's."""
+"""Programs captured with gradients run on aliases of the parameters; the caller's parameters stay as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any order of calls, new sizes, training, eviction, release, replaced parameters and threads: results stay right."""
+"""Results stay right in any order of calls, new sizes, training, eviction, release, replacement and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a bucketed program finds what it reads beside its arguments, and what it makes of what stands there."""
+"""The state that a bucketed program reaches besides its arguments, and how it is guarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay of a bucket does, beside what the same padding written by hand does."""
+"""The work of a replayed bucket, compared with the same padding written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bucketed program returns is what the program returns: its kind, its structure, its parts; and its copies."""
+"""Results of a bucketed program have the class, structure and parts of the program's results; copies of runners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bucketed program that is run again, or to leave no trace, has done nothing before: steps, gradients, buffers."""
+"""A bucketed program that is run again, or must have no side effects, leaves steps, gradients and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled forward left for its backward is freed while the backward runs: it shrinks as the gradients grow."""
+"""Tensors that a compiled forward saved are freed during the backward: they shrink as the gradients grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call writes and draws, it writes and draws once: also where its replay found that a weight was replaced."""
+"""Writes and random draws of a call happen once, also if its replay found that a weight was replaced."""
 
 from __future__ import annotations
 

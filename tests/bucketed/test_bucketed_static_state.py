@@ -1,4 +1,4 @@
-"""Static state of a bucketed program is read and written where it lies, in compiled code too."""
+"""Static state of a bucketed program is read and written in place, in compiled code too."""
 
 from __future__ import annotations
 

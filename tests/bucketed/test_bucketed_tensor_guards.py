@@ -1,4 +1,4 @@
-"""What of a tensor a graph holds, and that it is recaptured where any of it is another."""
+"""Properties of tensors that a graph depends on are guarded: a change is recaptured."""
 
 from __future__ import annotations
 

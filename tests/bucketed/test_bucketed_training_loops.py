@@ -1,4 +1,4 @@
-"""Training loops as people write them end with the same weights, whether their programs are bucketed or not."""
+"""Training loops as people write them end with the same weights, bucketed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training step as one graph a bucket: what it does beside its result."""
+"""A whole training step as one graph per bucket, and its effects besides its result."""
 
 from __future__ import annotations
 

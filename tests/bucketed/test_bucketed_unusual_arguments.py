@@ -1,4 +1,4 @@
-"""Arguments and results of odd kinds: what a call hands over and gets is what the program would have got and given."""
+"""Arguments and results of unusual kinds are passed to the program and returned as without buckets."""
 
 from __future__ import annotations
 

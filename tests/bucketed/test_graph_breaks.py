@@ -1,4 +1,4 @@
-"""Where the graph of a compiled function breaks, tensors of each type are what they are in eager mode."""
+"""Functions whose compiled graph breaks keep tensors of each type as they are in eager mode."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BucketKey: TypeAlias = tuple[object, ...]
 LeafDims: TypeAlias = tuple[str, Mapping[int, Dim] | None]
-"""Of one leaf of a call: its place among the arguments, in words, and its padded dims."""
+"""The place of one leaf of a call among the arguments, in words, and its padded dims."""
 
 
 class NotCacheable(Exception):
@@ -176,7 +176,7 @@ def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device
 
 
 def device_of(spec: CallSpec, state: Iterable[Tensor]) -> torch.device:
-    """Return the device of a call: that of its arguments, or else of the program's state, or else the CPU.
+    """Return the device of a call: its arguments', else the state's, else the CPU.
 
     Raises:
         NotCacheable: there are several.

@@ -1,4 +1,4 @@
-"""The modules, tensors and optimizers that a program reaches beside its arguments, and their locations.
+"""The modules, tensors and optimizers that a program reaches besides its arguments, and their locations.
 
 A function reaches them through its closure, its defaults and its globals; a method or a callable object through the
 attributes of the object. The locations are checked again later, since a name may be bound to another module.
@@ -225,7 +225,7 @@ def _globals_named_in(function: types.FunctionType) -> Iterator[LocatedValue]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names in a function's code, and in that of the functions that it defines."""
+    """Return the names in a function's code, and in the code of the functions that it defines."""
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return set(code.co_names).union(*inner)
 
