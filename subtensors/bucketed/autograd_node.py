@@ -104,7 +104,7 @@ class TrainingCall:
     def forward(self) -> list[Tensor]:
         """Load the inputs, replay the forward, and return the tensors among the results, cut to their true sizes."""
         assert self.leaves is not None
-        self.rng_state = capture.random_place(self.bucket.device)
+        self.rng_state = capture.rng_state(self.bucket.device)
         outputs = self._replay(self.leaves)
         # Autograd saves what the backward reads, and frees it.
         self.leaves, self.inputs, self.grad_inputs = None, [], []
@@ -130,7 +130,7 @@ class TrainingCall:
                     raise RuntimeError(f"the graph of this call can't be recaptured: {self.bucket.no_graph_reason}")
                 self._count_replay()
             if self.bucket.pool is not None:
-                self.bucket.pool.order()
+                self.bucket.pool.wait_for_last_replay()
             if self.replay_number != self.graphs.replay_count:
                 self._replay_forward_again(inputs)
             root_gradients = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
@@ -145,6 +145,6 @@ class TrainingCall:
             leaves[source.leaf] = x
         state = self.bucket.state
         with restore_state(state, state.tensors_to_restore(), [self.bucket.device]):
-            capture.go_to_random_place(self.bucket.device, self.rng_state)
+            capture.set_rng_state(self.bucket.device, self.rng_state)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1

@@ -25,8 +25,8 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
-from subtensors.kernels.graph_inputs.inputs import InputLoad
-from subtensors.kernels.runtime.cached_launcher import use_reference_while_compiling
+from subtensors.kernels.graph_inputs.inputs import InputLoader
+from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
 from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.padded.autograd import wrapped
 from subtensors.padded.padded_tensor import PaddedTensor, wrap
@@ -78,7 +78,7 @@ class Bucket:
         self.statics: list[Tensor] = []
         self.caller_values: list[Tensor] = []
         self.size_values = torch.empty(0)
-        self._load: InputLoad | None = None
+        self._load: InputLoader | None = None
         self.written_inputs: set[int] = set()
         """Indices of the static inputs that the program writes to."""
         self.last_call = 0
@@ -102,7 +102,7 @@ class Bucket:
             self._make_inputs(spec)
         targets = [*self.statics, *self.caller_values]
         size_indices = [*[s.size_index for s in spec.inputs], *[(-1,) * len(c.shape) for c in spec.caller_sizes]]
-        self._load = InputLoad(targets, size_indices, self.size_values)
+        self._load = InputLoader(targets, size_indices, self.size_values)
         self.statistics.input_bytes = sum(t.nbytes for t in self.inputs())
         self.is_allocated = True
 
@@ -252,7 +252,7 @@ class Bucket:
         with capture_modes():
             before = self.pool.bytes()
             self.graph, outputs = self.pool.capture(lambda: self._run(None))
-            self.outputs = outputs.with_replaced(self.pool.unowned(outputs.tensors()))
+            self.outputs = outputs.with_replaced(self.pool.non_owning_aliases(outputs.tensors()))
             self.statistics.graph_bytes = self.pool.bytes() - before
         self.statistics.is_recorded = True
         self.statistics.captures += 1
@@ -265,7 +265,7 @@ class Bucket:
             self.replay(spec.host)
             return
         with launching_on(self.device):
-            self.pool.order()
+            self.pool.wait_for_last_replay()
             self.load(leaves, spec.sizes)
             self.replay(spec.host)
 

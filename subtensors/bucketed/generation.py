@@ -141,7 +141,7 @@ class Generation(Generic[P]):
         Raises:
             RuleError: a program can't be captured; the random number generators are restored.
         """
-        rng_state = capture.random_place(self.model.device)
+        rng_state = capture.rng_state(self.model.device)
         try:
             return self._generate(inputs, options)
         except Exception as error:  # a rule's, CUDA's, or the model's own
@@ -149,7 +149,7 @@ class Generation(Generic[P]):
             self._no_graph_reason = next(iter(reasons), "")
             if not self._no_graph_reason and not isinstance(error, RuleError | SizeError):
                 raise
-            capture.go_to_random_place(self.model.device, rng_state)
+            capture.set_rng_state(self.model.device, rng_state)
             raise RuleError(self._no_graph_reason or str(error)) from error
 
     def _generate(self, inputs: Tensor | None, options: Options) -> PyTree:

@@ -39,7 +39,7 @@ from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import RngState, rollback_on_error
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
-from subtensors.byte_sizes import in_units
+from subtensors.byte_sizes import format_bytes
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.errors import RuleError
@@ -167,7 +167,7 @@ class GraphCache:
         self._make_room(bucket)
         bucket.allocate()
         assert bucket.pool is not None
-        versions, held_bytes = self.state.versions(), bucket.pool.held_bytes()
+        versions, active_bytes = self.state.versions(), bucket.pool.active_bytes()
         self._capture(bucket)
         self._note_writes(versions)
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves):
@@ -180,7 +180,7 @@ class GraphCache:
         outputs = bucket.outputs
         results = [cut() for cut in outputs.cuts(spec.host)]
         bucket.write_back(leaves)
-        if bucket.pool.held_bytes() > held_bytes:
+        if bucket.pool.active_bytes() > active_bytes:
             self._abandon_pool(bucket.pool)
             self._captures_without_run[spec.family_key] = False
         return lambda: outputs.rebuild(results)
@@ -196,24 +196,24 @@ class GraphCache:
         """Run the program once, which answers the call, and capture it."""
         self._make_room(bucket)
         bucket.allocate()
-        versions, rng_state = self.state.versions(), capture.random_place(bucket.device)
+        versions, rng_state = self.state.versions(), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
         with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
             result = bucket.first_run(self.state, spec, leaves)
         self._note_writes(versions)
-        self.has_side_effects |= not torch.equal(rng_state, capture.random_place(bucket.device))
+        self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
         self.state.optimizers.take_snapshot()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # The first call left as much memory in torch's cache as the pool needs.
             torch.cuda.empty_cache()
-        held_bytes = bucket.pool.held_bytes() if bucket.pool is not None else 0
+        active_bytes = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.no_graph_reason:
             # A capture writes nothing, and the caller's backward is still to come.
             with autograd.unseen_writes(self.state.buffers()):
                 self._capture(bucket)
         self._note_captured(bucket)
         if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket and bucket.compiled is None:
-            self._captures_without_run.setdefault(spec.family_key, bucket.pool.held_bytes() <= held_bytes)
+            self._captures_without_run.setdefault(spec.family_key, bucket.pool.active_bytes() <= active_bytes)
         return result
 
     def _note_captured(self, bucket: Bucket) -> None:
@@ -252,7 +252,7 @@ class GraphCache:
             bucket.capture()
         if self.bytes() > self.memory_limit:
             bucket.no_graph_reason = (
-                f"it needs {in_units(self.bytes())}, beyond memory_limit={in_units(self.memory_limit)}"
+                f"it needs {format_bytes(self.bytes())}, beyond memory_limit={format_bytes(self.memory_limit)}"
             )
             bucket.drop()
 

@@ -34,7 +34,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
         positions = torch.where(positions < count, positions, 0) + self.cumulative_length
         keys, values = self._keys_and_values()
         for cached, states in ((keys, key_states), (values, value_states)):
-            cached.index_copy_(2, positions, followed(states).repeated([2]))
+            cached.index_copy_(2, positions, followed(states).edge_filled([2]))
         self.cumulative_length.add_(count)
         return keys, values
 

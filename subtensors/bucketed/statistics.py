@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from subtensors.byte_sizes import in_units
+from subtensors.byte_sizes import format_bytes
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.dims import Dim
 
@@ -135,7 +135,7 @@ class Statistics:
                 f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
                 + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
                 + (f"replay {replay:.3f} ms, " if replay is not None else "")
-                + f"{in_units(b.bytes)}, {b.waste:.0%} waste"
+                + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
                 + ("" if b.is_recorded else ", not captured")
             )
         if self.evictions or self.recaptures or self.recompiles:

@@ -35,7 +35,7 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.kernels.graph_inputs.inputs import InputLoad
+from subtensors.kernels.graph_inputs.inputs import InputLoader
 
 
 class NotDifferentiable(Exception):
@@ -68,7 +68,7 @@ class TrainedBucket(Bucket):
         """The indices of the outputs that require grad."""
         self.root_gradients: Sequence[Tensor] = ()
         """The static tensors from which the backward reads the gradients of these outputs."""
-        self._root_loads: dict[int, InputLoad] = {}
+        self._root_loads: dict[int, InputLoader] = {}
         """By the index of the output, the load that copies a caller's gradient there."""
         self.is_differentiable = False
         """True if a result requires grad; none does in a whole training step, for example."""
@@ -253,7 +253,7 @@ class TrainedBucket(Bucket):
             self.backward_graph, self.gradients = pool.capture(self._run_backward)
         self._detach_outputs()
         assert self.outputs is not None
-        replacements = pool.unowned([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
+        replacements = pool.non_owning_aliases([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
         self.outputs = self.outputs.with_replaced(replacements)
         self.gradients = [None if g is None else replacements.get(g, g) for g in self.gradients]
         self.statistics.graph_bytes = pool.bytes() - before
@@ -361,8 +361,8 @@ class TrainedBucket(Bucket):
         super().drop_graph()
 
 
-def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoad:
-    """Return the `InputLoad` that copies a result's gradient to where the backward reads it, with zeros as padding."""
+def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoader:
+    """Return the `InputLoader` that copies a result's gradient to where the backward reads it, zero-padded."""
     size_index = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
     unread = torch.zeros(max(len(dims), 1), dtype=torch.int64, device=static.device)
-    return InputLoad([static], [size_index], unread)
+    return InputLoader([static], [size_index], unread)

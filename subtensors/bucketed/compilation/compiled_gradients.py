@@ -24,7 +24,6 @@ from subtensors.bucketed.compilation.size_polymorphic import (
     dim_inputs,
 )
 from subtensors.bucketed.state.program_state import State, leaf_ids_of
-from subtensors.dispatch.graphs.capture import NotFunctional
 from subtensors.dispatch.ops.plain_types import detached
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
 from subtensors.dispatch.tracing.joint_graph import Halves

@@ -126,7 +126,7 @@ class TensorSnapshot:
         if self.first_change(tensors) is not None:
             return False
         if self._guard is not None:
-            self._guard.met_again(tensors)
+            self._guard.accept_mode(tensors)
         return True
 
     def first_change(self, tensors: Sequence[Tensor]) -> tuple[int, str] | None:

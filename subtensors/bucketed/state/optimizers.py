@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.guards import TensorSnapshot
-from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.optim.hyperparameters import step_signature
 from subtensors.optim.optimizer import Optimizer
 
@@ -97,7 +97,7 @@ class Optimizers:
             return "an optimizer updates only every n-th step (accumulate=n), and a graph does the same in each"
         return ""
 
-    def set_dynamic_scalars(self, to: GraphNumbers) -> None:
+    def set_dynamic_scalars(self, to: DynamicScalars) -> None:
         """Pass the current dynamic scalars to a graph."""
         for opt in self.found:
             if isinstance(opt, Optimizer) and opt._is_fused:

@@ -49,17 +49,17 @@ class RngState:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         gpus = {device for device in devices if device.type == "cuda"}
-        self._states = {device: capture.random_place(device) for device in (_CPU, *gpus)}
+        self._states = {device: capture.rng_state(device) for device in (_CPU, *gpus)}
         self._host = _host_states()
 
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        return _host_states() != self._host or not _are_equal(capture.random_place(_CPU), self._states[_CPU])
+        return _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU])
 
     def restore(self) -> None:
         """Restore all generators to the snapshot."""
         for device, state in self._states.items():
-            capture.go_to_random_place(device, state)
+            capture.set_rng_state(device, state)
         python_state, (name, numbers, *rest) = self._host
         random.setstate(python_state)
         numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)

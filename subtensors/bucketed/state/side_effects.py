@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.guards import TensorSnapshot
 from subtensors.bucketed.state.program_state import State
-from subtensors.dispatch.graphs.live_scalars import GraphNumbers
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.padded.padded_tensor import PaddedTensor
 
 
@@ -93,7 +93,7 @@ class SideEffects:
         versions = [t._version for t in counted]
         gradients = [p.grad for p in params]
         gradient_versions = [None if g is None else g._version for g in gradients]
-        with self.numbers.kept():
+        with self.numbers.active():
             try:
                 yield
             except BaseException:  # a failed capture has computed nothing
