@@ -1,19 +1,20 @@
-"""`st.bucketed`."""
+"""`st.bucketed`: checks its arguments and makes a `Bucketed` runner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
 from subtensors.dispatch.torch_internals.compiler import OPTIONS, is_backend
 
 
 def bucketed(
-    program: Callable[..., Any],
-    dims: Mapping[Any, Any],
-    compile: bool | dict[str, Any] = False,
+    program: Program,
+    dims: Mapping[Any, object],
+    compile: bool | dict[str, object] = False,
     max_graphs: int | None = None,
     memory_limit: int | str | None = None,
     on_miss: OnMiss = "capture",

@@ -1,4 +1,26 @@
-"""The graphs of a bucketed program: captured within a budget, evicted, and dropped when what they read is stale."""
+"""The graphs of a bucketed program: captured within a budget, evicted, and dropped when what they read is stale.
+
+```
+    first call of a size                                   later calls
+    --------------------                                   -----------
+    bucket_of(spec) -> Bucket -> run once ---> capture --> replay (by the runner)
+                                 (the answer)    ^            |
+                                                 |            | first_change(): "weight was replaced"
+      evicted for max_graphs or memory_limit:    |            v
+      the least recently called graphs ----------+----- drop_stale: all graphs
+                                             recapture
+```
+
+The program runs once before its first capture alone: at another size the capture is its first run, and a replay the
+answer, unless the program keeps tensors that it makes, or tunes something, at every size.
+
+A capture records addresses, so everything that it reads must stay where it is: the static inputs of the bucket, and
+the state of the program (`state/guards.py`). When `StateGuard.first_change()` names a change, `drop_stale` drops every
+graph, takes a new snapshot, and the next call of each bucket recaptures it. A program that never reaches a replay
+between recaptures is not captured any more. All graphs of a device share one memory pool (`dispatch/graphs/pool.py`),
+so evicting one returns its part of the memory, and a replay overwrites what other graphs computed: `replay_count` tells
+a backward whether its forward must be replayed again (`autograd_node.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,40 +29,29 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
-from subtensors.bucketed.calls.copy_aliases import callers_own
-from subtensors.bucketed.calls.flatten_objects import opened_results
-from subtensors.bucketed.compilation.compile_cache import CompileCache
-from subtensors.bucketed.fallbacks import summarize_error
-from subtensors.bucketed.report.statistics import Statistics
-from subtensors.bucketed.state.program_state import State, leaves_behind
-from subtensors.bucketed.state.rng_state import RandomPlaces
-from subtensors.bucketed.state.rollback import restore_state, rollback_on_error
-from subtensors.bucketed.state.write_counter import Writes
-from subtensors.bucketed.training.autograd_node import ReplayCounter
-from subtensors.bucketed.training.side_effects import TrainingDetector
-from subtensors.bucketed.training.trained_bucket import TrainedBucket
+from subtensors.bucketed.calls.call_spec import BucketKey, CallSpec
+from subtensors.bucketed.compilation.size_polymorphic import CompileCache, CompileOptions
+from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.state.rollback import RngState, rollback_on_error
+from subtensors.bucketed.statistics import Statistics
+from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.byte_sizes import format_bytes
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals import autograd
-from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
 
 _log = logging.getLogger("subtensors.bucketed")
 
 MAX_WASTED_RECAPTURES = 8
 """After this many recaptures in a row without a replay between them, nothing is captured any more."""
 
-BUCKETS = 4096
+MAX_BUCKETS = 4096
 """The number of buckets above which the oldest one without a graph is forgotten."""
 
 
@@ -60,51 +71,54 @@ class GraphCache:
         state: State,
         max_graphs: int | None,
         memory_limit: int | None,
-        compile_options: dict[str, Any] | None,
+        compile_options: CompileOptions | None,
     ) -> None:
         self.name, self.state = name, state
         self.max_graphs, self.memory_limit, self.compile_options = max_graphs, memory_limit, compile_options
-        self.code = CompileCache(compile_options)
-        self.buckets: dict[Any, Bucket] = {}
+        self.compile_cache = CompileCache(compile_options)
+        self.buckets: dict[BucketKey, Bucket] = {}
         self.pools: dict[torch.device, GraphPool] = {}
-        self.replays = ReplayCounter()
-        self.clock = itertools.count(1)
+        self.replay_count = 0
+        """The number of replays so far; each overwrites what earlier ones left in the graphs' memory."""
+        self.call_numbers = itertools.count(1)
         """Counts calls, to order buckets by their last one."""
-        self.leaves_traces = False
+        self.has_side_effects = False
         """True once the program has had side effects: it wrote to what it reads, or drew random numbers."""
         self.evictions = 0
-        self.refusal = ""
+        self.no_graph_reason = ""
         """The reason why nothing is captured any more, or ""."""
-        self._in_vain = self._hits_before = 0
-        self._captures_unrun: dict[Any, bool] = {}
+        self._wasted_recaptures = self._hits_before = 0
+        self._captures_without_run: dict[BucketKey, bool] = {}
         """For each captured family of calls, whether it can be captured at another size without being run first."""
 
     def bucket_of(
-        self, is_followed: bool, reading: CallSpec, leaves: Sequence[Any], call: Call, device: torch.device
+        self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
     ) -> Bucket:
         """Return the bucket of a call; make it if it is new.
 
         Args:
-            is_followed: whether autograd tracks the call.
-            reading: the call's spec.
+            requires_grad: whether autograd tracks the call.
+            spec: the call's spec.
             leaves: the call's leaves.
             call: runs the program.
             device: of the static inputs.
         """
-        found = self.buckets.get(reading.bucket_key)
+        found = self.buckets.get(spec.bucket_key)
         if found is None:
-            found = self.buckets[reading.bucket_key] = self._new(is_followed, reading, leaves, call, device)
-            self._drop_unrecorded()
+            found = self.buckets[spec.bucket_key] = self._new(requires_grad, spec, leaves, call, device)
+            self._drop_uncaptured()
         return found
 
     def _new(
-        self, is_followed: bool, reading: CallSpec, leaves: Sequence[Any], call: Call, device: torch.device
+        self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
     ) -> Bucket:
-        kind = TrainedBucket if is_followed else Bucket
-        bucket = kind(reading, leaves, call, device, self._pool(device))
-        if isinstance(bucket, TrainedBucket):
-            bucket.state = self.state
-        bucket.take_code(self.code)
+        pool = self._pool(device)
+        bucket: Bucket
+        if requires_grad:
+            bucket = TrainedBucket(spec, leaves, call, device, pool, self.state)
+        else:
+            bucket = Bucket(spec, leaves, call, device, pool)
+        bucket.use_compiled_code(self.compile_cache)
         return bucket
 
     def _pool(self, device: torch.device) -> GraphPool | None:
@@ -114,34 +128,34 @@ class GraphCache:
             self.pools[device] = GraphPool(device)
         return self.pools[device]
 
-    def _drop_unrecorded(self) -> None:
-        """Forget the oldest bucket without a graph if there are more than `BUCKETS`."""
-        if len(self.buckets) > BUCKETS:
-            oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_recorded), None)
+    def _drop_uncaptured(self) -> None:
+        """Forget the oldest bucket without a graph if there are more than `MAX_BUCKETS`."""
+        if len(self.buckets) > MAX_BUCKETS:
+            oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_captured), ())
             self.buckets.pop(oldest, None)
 
-    def first_answer(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
+    def first_call(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Answer the first call of a bucket, and capture a graph for later calls.
 
-        If it can't be captured, the bucket's refusal is the reason.
+        If it can't be captured, the bucket's `no_graph_reason` says why.
         """
-        if moved := self.state.moved():
-            self.restart(moved)
+        if change := self.state.guard.first_change():
+            self.drop_stale(change)
         try:
-            return self._run_or_record(bucket, reading, leaves)
+            return self._first_run_or_capture(bucket, spec, leaves)
         finally:
-            self.state.reached.leave_out_others()
+            self.state.guard.ignore_replaced()
 
-    def _run_or_record(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        family = reading.family_key
-        if self._captures_unrun.get(family) and not torch.backends.cudnn.benchmark:
-            found = self._record_unrun(bucket, reading, leaves)
-            if found is not None:
-                return found()
-            self._captures_unrun[family] = False
-        return self._run_and_record(bucket, reading, leaves)
+    def _first_run_or_capture(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+        family = spec.family_key
+        if self._captures_without_run.get(family) and not torch.backends.cudnn.benchmark:
+            result = self._capture_without_run(bucket, spec, leaves)
+            if result is not None:
+                return result()
+            self._captures_without_run[family] = False
+        return self._run_and_capture(bucket, spec, leaves)
 
-    def _record_unrun(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Callable[[], Any] | None:
+    def _capture_without_run(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> Callable[[], PyTree] | None:
         """Capture a program that was captured at another size, without running it at this size first.
 
         The libraries are warm from the other capture, and a replay answers the call. This does not suit a program that
@@ -153,231 +167,174 @@ class GraphCache:
         self._make_room(bucket)
         bucket.allocate()
         assert bucket.pool is not None
-        versions, held = self.state.versions(), bucket.pool.active_bytes()
-        self._record(bucket)
+        versions, active_bytes = self.state.versions(), bucket.pool.active_bytes()
+        self._capture(bucket)
         self._note_writes(versions)
-        if bucket.refusal or bucket.obstacle(leaves):
-            bucket.refusal = ""
+        if bucket.no_graph_reason or bucket.no_replay_reason(leaves):
+            bucket.no_graph_reason = ""
             return None
-        self._note_recorded(bucket)
-        self.replays.tick()
-        bucket.replay_call(leaves, reading)
+        self._note_captured(bucket)
+        self.replay_count += 1
+        bucket.replay_call(leaves, spec)
         assert bucket.outputs is not None
         outputs = bucket.outputs
-        results = [cut() for cut in outputs.cuts(reading.host)]
+        results = [cut() for cut in outputs.cuts(spec.host)]
         bucket.write_back(leaves)
-        if bucket.pool.active_bytes() > held:
-            self._leave_pool(bucket.pool)
-            self._captures_unrun[reading.family_key] = False
-        return lambda: outputs.assembled(results)
+        if bucket.pool.active_bytes() > active_bytes:
+            self._abandon_pool(bucket.pool)
+            self._captures_without_run[spec.family_key] = False
+        return lambda: outputs.rebuild(results)
 
-    def _leave_pool(self, pool: GraphPool) -> None:
+    def _abandon_pool(self, pool: GraphPool) -> None:
         """Drop a pool's graphs: the program keeps tensors that it made in a capture, which replays would overwrite."""
         _log.info("%s keeps tensors that it made while it was captured: it is run before each capture", self.name)
-        for bucket in self.recorded():
+        for bucket in self.captured_buckets():
             if bucket.pool is pool:
-                bucket.forget()
+                bucket.drop()
 
-    def _run_and_record(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
+    def _run_and_capture(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program once, which answers the call, and capture it."""
         self._make_room(bucket)
         bucket.allocate()
-        before, place = self.state.versions(), capture.rng_state(bucket.device)
+        versions, rng_state = self.state.versions(), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
         with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
-            if isinstance(bucket, TrainedBucket):
-                result = self._first_followed(bucket, reading, leaves)
-            else:
-                result = self._first_unfollowed(bucket, reading, leaves)
-        self._note_writes(before)
-        self.leaves_traces |= not torch.equal(place, capture.rng_state(bucket.device))
-        self.state.optimizers.look()  # the first step makes their state
+            result = bucket.first_run(self.state, spec, leaves)
+        self._note_writes(versions)
+        self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
+        self.state.optimizers.take_snapshot()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # The first call left as much memory in torch's cache as the pool needs.
             torch.cuda.empty_cache()
-        held = bucket.pool.active_bytes() if bucket.pool is not None else 0
-        if not bucket.refusal:
+        active_bytes = bucket.pool.active_bytes() if bucket.pool is not None else 0
+        if not bucket.no_graph_reason:
             # A capture writes nothing, and the caller's backward is still to come.
             with autograd.unseen_writes(self.state.buffers()):
-                self._record(bucket)
-        self._note_recorded(bucket)
-        if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:
-            self._captures_unrun.setdefault(reading.family_key, bucket.pool.active_bytes() <= held)
+                self._capture(bucket)
+        self._note_captured(bucket)
+        if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket and bucket.compiled is None:
+            self._captures_without_run.setdefault(spec.family_key, bucket.pool.active_bytes() <= active_bytes)
         return result
 
-    def _first_unfollowed(self, bucket: Bucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """Run the program on static inputs, in a call that autograd does not track."""
-        steps = TrainingDetector(self.state)
-        bucket.load(leaves, reading.sizes)
-        # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with use_reference_while_compiling() if bucket.pool is not None else nullcontext():
-            result = bucket.run_once(reading.host)
-        if obstacle := bucket.obstacle(leaves):
-            raise RuleError(obstacle)
-        bucket.write_back(leaves)
-        if steps.any():
-            bucket.refusal = (
-                "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
-            )
-            bucket.forget()
-        return result
-
-    def _note_recorded(self, bucket: Bucket) -> None:
+    def _note_captured(self, bucket: Bucket) -> None:
         """Mark a bucket as the most recently called one, and no longer due for a recapture."""
-        self.buckets[bucket.reading.bucket_key] = bucket
-        bucket.last_call = next(self.clock)
-        bucket.is_due = False
+        self.buckets[bucket.spec.bucket_key] = bucket
+        bucket.last_call = next(self.call_numbers)
+        bucket.needs_recapture = False
 
     def _note_writes(self, before: list[int] | None) -> None:
         """Note whether the program wrote to its state since `before`, its versions at an earlier time."""
-        self.leaves_traces = self.state.note_writes(before) or self.leaves_traces
+        self.has_side_effects = self.state.note_writes(before) or self.has_side_effects
 
-    def _first_followed(self, bucket: TrainedBucket, reading: CallSpec, leaves: list[Any]) -> Any:
-        """Run the program on padded arguments under autograd, and warm up its capture."""
-        padded = padded_leaves(leaves, reading, bucket.device)
-        copies = [(own, x, Writes([x])) for own, x in zip(leaves, padded, strict=True) if x is not own]
-        before, steps = self.state.versions(), TrainingDetector(self.state)
-        arguments = Writes(padded[source.leaf] for source in reading.sources)
-        theirs = Writes(bucket.callers_tensors())
-
-        # On the caller's stream, which its backward is on as well. One of the program's own is on this thread, as in
-        # the capture: compiled code that it runs is compiled for the settings of a thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            result = opened_results(bucket.call(padded), set(map(id, bucket.others.values())))
-            results, spec = pytree.tree_flatten(result)
-            results = callers_own(results, [*self.state.tensors(), *leaves, *bucket.callers_tensors()])
-        self._note_writes(before)
-        with torch.no_grad():
-            for own, x, writes in copies:
-                if writes.any():
-                    own.copy_(x.unpad())
-            bucket.load(leaves, reading.sizes)
-        roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-        bucket.is_differentiable = bool(roots)
-        if roots and steps.any():
-            bucket.refusal = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
-            bucket.forget()
-        elif arguments.any() or (roots and theirs.any()):
-            bucket.refusal = "it writes to its arguments, and autograd tracks it"
-            bucket.forget()
-        elif roots:
-            bucket.first_leaves = frozenset(leaves_behind(roots))
-            # A program whose results need no gradient may be a whole training step, which must not be taken twice.
-            try:
-                with restore_state(self.state, self.state.at_risk(), [bucket.device]):
-                    bucket.run_once(reading.host)
-            except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
-                self._refuse(bucket, error)
-        return pytree.tree_unflatten(results, spec)
-
-    def _record(self, bucket: Bucket) -> None:
-        """Capture the bucket within the memory limit; if that fails, set its refusal to the reason."""
-        held, random = self.state.held(), RandomPlaces() if self.state.reached.draws else None
+    def _capture(self, bucket: Bucket) -> None:
+        """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""
+        registered, rng = self.state.registered(), RngState() if self.state.draws_random_numbers else None
         try:
-            bucket.record()
+            bucket.capture()
             # Other threads draw there too.
-            if bucket.pool is not None and random is not None and random.has_host_drawn():
-                random.go_back()
+            if bucket.pool is not None and rng is not None and rng.has_host_drawn():
+                rng.restore()
                 raise RuleError("it draws random numbers on the host, which a graph would repeat: draw on the device")
-            if replaced := self.state.put_back(held):
+            if replaced := self.state.restore_registered(registered):
                 raise RuleError(f"it replaces {replaced}, and a graph can only write to it")
         except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
-            self._refuse(bucket, error)
+            bucket.refuse(error)
             return
         if self.memory_limit is None or self.bytes() <= self.memory_limit:
             return
-        graphs = bucket.graph is not None
-        for other in self.recorded():
+        has_graph = bucket.graph is not None
+        for other in self.captured_buckets():
             if other is not bucket and self.bytes() > self.memory_limit:
                 self._evict(other, "memory_limit")
-        if self.bytes() > self.memory_limit and graphs:
+        if self.bytes() > self.memory_limit and has_graph:
             # The memory of the evicted graphs goes back to torch only when the last graph of the pool is dropped.
-            bucket.forget_graph()
-            bucket.record()
+            bucket.drop_graph()
+            bucket.capture()
         if self.bytes() > self.memory_limit:
-            bucket.refusal = (
+            bucket.no_graph_reason = (
                 f"it needs {format_bytes(self.bytes())}, beyond memory_limit={format_bytes(self.memory_limit)}"
             )
-            bucket.forget()
+            bucket.drop()
 
-    def _refuse(self, bucket: Bucket, error: Exception) -> None:
-        bucket.refusal = summarize_error(error)
-        bucket.forget()
-
-    def record_again(self, bucket: Bucket) -> None:
+    def recapture(self, bucket: Bucket) -> None:
         """Recapture a bucket that was evicted between a call's forward and its backward."""
         self._make_room(bucket)
         bucket.allocate()
-        self._record(bucket)
+        self._capture(bucket)
 
     def _make_room(self, bucket: Bucket) -> None:
         """Evict graphs for `max_graphs` before a capture, so that the new graph can use their memory."""
-        recorded = [other for other in self.recorded() if other is not bucket]
+        captured = [other for other in self.captured_buckets() if other is not bucket]
         if self.max_graphs is not None:
-            for other in recorded[: max(len(recorded) + 1 - self.max_graphs, 0)]:
+            for other in captured[: max(len(captured) + 1 - self.max_graphs, 0)]:
                 self._evict(other, "max_graphs")
 
-    def _evict(self, bucket: Bucket, why: str) -> None:
-        _log.info("%s: the graph of %s is evicted for %s", self.name, bucket.statistics.sizes, why)
-        bucket.forget()
+    def _evict(self, bucket: Bucket, limit: str) -> None:
+        _log.info("%s: the graph of %s is evicted for %s", self.name, bucket.statistics.sizes, limit)
+        bucket.drop()
         self.evictions += 1
 
-    def recorded(self) -> list[Bucket]:
-        """The buckets with a graph, the least recently called one first."""
-        return sorted([b for b in self.buckets.values() if b.is_recorded], key=lambda b: b.last_call)
+    def captured_buckets(self) -> list[Bucket]:
+        """Return the buckets with a graph, the least recently called one first."""
+        return sorted([b for b in self.buckets.values() if b.is_captured], key=lambda b: b.last_call)
 
     def bytes(self) -> int:
-        """The device memory of pools and static inputs."""
+        """Return the device memory of pools and static inputs."""
         pools = sum(pool.bytes() for pool in self.pools.values())
-        return pools + sum(bucket.statistics.input_bytes for bucket in self.recorded())
+        return pools + sum(bucket.statistics.input_bytes for bucket in self.captured_buckets())
 
     def statistics(self, fallbacks: Mapping[str, int], sizes: dict[str, Counter[int]]) -> Statistics:
-        """The statistics of the program so far.
+        """Return the statistics of the program so far.
 
         Args:
             fallbacks: the number of calls that ran at their true sizes, by reason.
             sizes: how often each true size was seen, by Dim.
         """
-        every = [b.statistics for b in self.buckets.values() if b.statistics.calls or b.outputs]
+        statistics = [b.statistics for b in self.buckets.values() if b.statistics.calls or b.outputs]
         return Statistics(
             "graphs" if self.pools else "eager",
-            sorted(every, key=lambda b: -math.prod(b.sizes.values())),
+            sorted(statistics, key=lambda b: -math.prod(b.sizes.values())),
             sum(pool.bytes() for pool in self.pools.values()),
-            sum(b.captures for b in every),
-            sum(max(b.captures - 1, 0) for b in every),
+            sum(b.captures for b in statistics),
+            sum(max(b.captures - 1, 0) for b in statistics),
             self.evictions,
-            self.code.recompiles,
+            self.compile_cache.recompiles,
             dict(fallbacks),
             sizes,
         )
 
-    def restart(self, moved: str) -> None:
-        """Drop every graph because what they read is stale; the next calls recapture them."""
-        recorded = self.recorded()
-        if recorded:
-            _log.warning("%s is recorded again: %s", self.name, moved)
+    def drop_stale(self, change: str) -> None:
+        """Drop every graph because what they read is stale; the next calls recapture them.
+
+        Args:
+            change: what changed, in words.
+        """
+        captured = self.captured_buckets()
+        if captured:
+            _log.warning("%s is recaptured: %s", self.name, change)
             hits = sum(bucket.statistics.hits for bucket in self.buckets.values())
-            self._in_vain = self._in_vain + 1 if hits <= self._hits_before else 0
+            self._wasted_recaptures = self._wasted_recaptures + 1 if hits <= self._hits_before else 0
             self._hits_before = hits
-        if self._in_vain >= MAX_WASTED_RECAPTURES:
-            self.refusal = f"it was recorded {MAX_WASTED_RECAPTURES} times in a row and not replayed once: {moved}"
-        for bucket in recorded:
-            bucket.forget()
-            bucket.is_due = True
-        self.state.look()
-        self.state.optimizers.reread()
-        self.code.forget()
-        self._captures_unrun.clear()
+        if self._wasted_recaptures >= MAX_WASTED_RECAPTURES:
+            times = f"it was captured {MAX_WASTED_RECAPTURES} times in a row"
+            self.no_graph_reason = f"{times} and not replayed once: {change}"
+        for bucket in captured:
+            bucket.drop()
+            bucket.needs_recapture = True
+        self.state.take_snapshot()
+        self.state.optimizers.reread_state()
+        self.compile_cache.drop()
+        self._captures_without_run.clear()
         for bucket in self.buckets.values():
-            bucket.take_code(self.code)
+            bucket.use_compiled_code(self.compile_cache)
 
     def release(self) -> None:
         """Drop every graph and static input, and clear the reasons why buckets have none."""
-        self.refusal, self._in_vain = "", 0
+        self.no_graph_reason, self._wasted_recaptures = "", 0
         for bucket in self.buckets.values():
-            bucket.is_due = bucket.is_due or bucket.is_recorded
-            bucket.refusal = ""
+            bucket.needs_recapture = bucket.needs_recapture or bucket.is_captured
+            bucket.no_graph_reason = ""
             if bucket.is_allocated:
-                bucket.forget()
+                bucket.drop()
         if self.pools:
             torch.cuda.empty_cache()

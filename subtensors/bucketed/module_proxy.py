@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
+
+from subtensors.dispatch.ops.tree import PyTree
+
+Program: TypeAlias = Callable[..., PyTree]
 
 
 class ModuleProxy:
@@ -13,11 +17,11 @@ class ModuleProxy:
     A method that returns the program, as `eval` does, returns the proxy instead.
     """
 
-    program: Callable[..., Any]
+    program: Program
 
-    if not TYPE_CHECKING:  # a wrong name of its own is to be seen
+    if not TYPE_CHECKING:  # so that mypy sees a wrong name of its own
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             program = vars(self).get("program")
             if program is None or name.startswith("__") or not hasattr(program, name):
                 raise AttributeError(f"neither {type(self).__name__!r} nor its program has an attribute {name!r}")
@@ -26,7 +30,7 @@ class ModuleProxy:
                 return found
 
             @functools.wraps(found)
-            def method(*args: Any, **kwargs: Any) -> Any:
+            def method(*args: object, **kwargs: object) -> object:
                 result = found(*args, **kwargs)
                 return self if result is program else result
 

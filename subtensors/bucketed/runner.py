@@ -1,34 +1,69 @@
-"""`st.bucketed`: a program over varying sizes, as one captured graph for each bucket of sizes."""
+"""`st.bucketed`: a program over varying sizes, as one captured graph for each bucket of sizes.
+
+What a call `run(x)` passes, the second time that it is made:
+
+```
+    run(x)
+      | flatten, shared_key, leaf_key                           (calls/call_key.py)
+      v
+     key ----> CachedCall ----> Bucket                          (a lookup in CallCache.known)
+                                  | load: copy and pad x into static inputs, one kernel
+                                  | replay: one CUDA graph, or the program itself on a CPU
+                                  v                             (bucket.py)
+     StateGuard.first_change(): is what the graph read stale?   (state/guards.py, beside the replay)
+      |                           |
+      | no change                 | a change: GraphCache.drop_stale(), and the call starts over
+      v
+     cuts: a copy of each result at its true sizes              (calls/outputs.py)
+```
+
+The first call of a key is analyzed (`call_cache.py`), the first call of a bucket runs the program and captures it
+(`graph_cache.py`). A call that has no graph, for whatever reason, falls back: it runs the program at its true sizes,
+and the reason is counted (`fallbacks.py`). A call that autograd tracks is a node of the caller's autograd graph, whose
+backward is a second CUDA graph (`autograd_node.py`); a call made inside another bucketed program becomes a part of it.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.autograd_node import ReplayFunction, TrainingCall
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.call_cache import CachedCall, CallCache, shared_key
-from subtensors.bucketed.calls.cache_key import callers_tensors
-from subtensors.bucketed.calls.call_spec import FIXED, CallSpec, flatten, leaf_key, sharing
+from subtensors.bucketed.call_cache import CachedCall, CallCache
+from subtensors.bucketed.calls.call_format import inside_program
+from subtensors.bucketed.calls.call_key import (
+    READ_IN_PLACE,
+    CallKey,
+    SharedKey,
+    callers_tensors,
+    flatten,
+    leaf_key,
+    shared_key,
+    sizes_sharing,
+)
+from subtensors.bucketed.calls.call_spec import CallSpec
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
-from subtensors.bucketed.fallbacks import Fallbacks, summarize_error, why_not_replayable
-from subtensors.bucketed.generation.generation import Generation, tokens_dim
+from subtensors.bucketed.compilation.size_polymorphic import CompileOptions
+from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
+from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import ModuleProxy
-from subtensors.bucketed.report.statistics import Statistics
+from subtensors.bucketed.module_proxy import ModuleProxy, Program
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import restore_all
-from subtensors.bucketed.training.autograd_node import ReplayFunction, TrainingCall
-from subtensors.bucketed.training.nested_call import NestedCall, is_inside, opened
-from subtensors.bucketed.training.trained_bucket import TrainedBucket
-from subtensors.bucketed.warmup import calls_to_warm, with_progress
+from subtensors.bucketed.statistics import Statistics, plot_statistics
+from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo
+from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 
@@ -43,170 +78,152 @@ class Bucketed(ModuleProxy):
 
     def __init__(
         self,
-        program: Callable[..., Any],
-        dims: Mapping[Any, Any],
+        program: Program,
+        dims: Mapping[Any, object],
         max_graphs: int | None,
         memory_limit: int | None,
         on_miss: OnMiss,
         max_waste: float | None,
-        compile_options: dict[str, Any] | None,
+        compile_options: CompileOptions | None,
     ) -> None:
         self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss = on_miss
         self.state = State(program)
         self.name: str = getattr(program, "__name__", type(program).__name__)
-        self.recorder = GraphCache(self.name, self.state, max_graphs, memory_limit, compile_options)
+        self.graph_cache = GraphCache(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
-        self.visits = CallCache(program, self.dims, self.state, self.recorder, max_waste)
-        self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.call_cache = CallCache(program, self.dims, self.state, self.graph_cache, max_waste)
+        self._example: tuple[Args, Kwargs] | None = None
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
-        self._generation: Generation | None = None
+        self._generation: Generation[Bucketed] | None = None
         self._is_settled = False
         """True inside `settled()`: nothing replaces what the program reads."""
         functools.update_wrapper(self, program, updated=())
 
-    def __reduce__(self) -> tuple[type[Bucketed], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[Bucketed], tuple[object, ...]]:
         """A copy is a runner of a copy of the program, without graphs."""
         return type(self), self._made_of
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the program: at the bucket's sizes, with plain values in and out."""
-        if is_inside():
+        if inside_program.get():
             with self._lock:
-                code = self._code(args, kwargs)
-            return self.program(*args, **kwargs) if code is None else code.result()
+                nested = self.call_cache.nested_call(args, kwargs)
+            return self.program(*args, **kwargs) if nested is None else nested.result()
         with self._lock:
-            if why := why_not_replayable():
-                return self._fall_back(why, None, args, kwargs)
-            leaves, spec = flatten(args, kwargs)
-            shared = shared_key(self.state, leaves, spec, args, kwargs)
+            if reason := why_not_replayable():
+                return self._fall_back(reason, None, args, kwargs)
+            leaves, structure = flatten(args, kwargs)
+            shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
             try:
-                key = (shared, sharing(leaves), *map(leaf_key, leaves))
-                visit = self.visits.known.get(key)
+                key = (shared, sizes_sharing(leaves), *map(leaf_key, leaves))
+                cached = self.call_cache.known.get(key)
             except (TypeError, RuntimeError) as error:  # an argument without a hash, or without a shape
-                visit = CachedCall(None, None, f"an argument can't be part of a graph's key: {error}")
-            if visit is None:
-                visit = self._read(key, leaves, args, kwargs)
-            visit.calls += 1
-            leaves = visit.style.ordered(leaves)
-            if visit.refusal:
-                return self._fall_back(visit.refusal, visit.error, args, kwargs)
-            return self._answer(visit, leaves, args, kwargs)
+                cached = CachedCall(None, None, f"an argument can't be part of a graph's key: {error}")
+            if cached is None:
+                cached = self._add_call(key, shared, leaves, args, kwargs)
+            cached.calls += 1
+            if cached.format.order is not None:
+                leaves = cached.format.ordered(leaves)
+            if cached.reason:
+                return self._fall_back(cached.reason, cached.error, args, kwargs)
+            return self._answer(cached, leaves, args, kwargs)
 
-    def _read(self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCall:
+    def _add_call(
+        self, key: CallKey, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs
+    ) -> CachedCall:
         self._example = self._example or (args, kwargs)
-        visit = self.visits.first(key, leaves, args, kwargs)
-        if self._warms_up_first and not visit.refusal and visit.bucket is not None:
+        cached = self.call_cache.add(key, shared, leaves, args, kwargs)
+        if self._warms_up_first and not cached.reason and cached.bucket is not None:
             self._warms_up_first = False
             self.warmup(*args, **kwargs)
-        return visit
+        return cached
 
-    def _code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NestedCall | None:
-        """The compiled code for a call made inside another bucketed program; None if the program itself is to run."""
-        if self.recorder.compile_options is None or torch.compiler.is_compiling():
-            return None
-        leaves, spec = flatten(args, kwargs)
-        found = opened(leaves, self.dims.of_leaves(args, kwargs))
-        if found is None:
-            return None
-        dense, sizes = found
-        visit = self.visits.read(shared_key(self.state, leaves, spec, args, kwargs), dense, args, kwargs)
-        bucket, dense = visit.bucket, visit.style.ordered(dense)
-        if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
-            return None
-        symbols = tuple(dim.symbol for dim in bucket.reading.dims)
-        if bucket.reading.caller or symbols != (sizes.symbols if sizes is not None else ()):
-            return None
-        bucket.allocate()
-        bucket.gradients_code.prepare(bucket)
-        if bucket.gradients_code.refusal:
-            return None
-        values = sizes.values if sizes is not None else bucket.values
-        given = [dense[source.leaf] for source in bucket.reading.sources]
-        return NestedCall(bucket.gradients_code, bucket, [*given, values], sizes)
-
-    def _answer(self, visit: CachedCall, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bucket, reading = visit.bucket, visit.reading
+    def _answer(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+        bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
-        assert reading is not None
-        if why := bucket.refusal or self.recorder.refusal:
-            return self._fall_back(why, None, args, kwargs)
-        self.state.refuse_releaseds()
-        is_followed = isinstance(bucket, TrainedBucket)
-        leaves_traces = is_followed or self.recorder.leaves_traces or bucket.leaves_traces
-        looks_first = leaves_traces and not self._is_settled
-        if looks_first and (moved := self.state.moved()):
-            self.recorder.restart(moved)
-            if self.recorder.refusal:
-                return self._fall_back(self.recorder.refusal, None, args, kwargs)
-        if not bucket.is_recorded:
-            if self.on_miss != "capture" and not bucket.is_due:
-                why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
-                return self._fall_back(why, None, args, kwargs)
-            if is_followed and autograd.saves_through_hooks():
-                return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
-            return self._first(visit, leaves, args, kwargs)
-        if obstacle := bucket.obstacle(leaves):
-            return self._fall_back(obstacle, None, args, kwargs)
-        bucket.last_call = next(self.recorder.clock)
+        assert spec is not None
+        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason:
+            return self._fall_back(reason, None, args, kwargs)
+        self.state.guard.check_resident()
+        requires_grad = isinstance(bucket, TrainedBucket)
+        has_side_effects = requires_grad or self.graph_cache.has_side_effects or bucket.has_side_effects
+        checks_first = has_side_effects and not self._is_settled
+        if checks_first and (change := self.state.guard.first_change()):
+            self.graph_cache.drop_stale(change)
+            if self.graph_cache.no_graph_reason:
+                return self._fall_back(self.graph_cache.no_graph_reason, None, args, kwargs)
+        if not bucket.is_captured:
+            if self.on_miss != "capture" and not bucket.needs_recapture:
+                reason = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
+                return self._fall_back(reason, None, args, kwargs)
+            if requires_grad and autograd.saves_through_hooks():
+                reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
+                return self._fall_back(reason, None, args, kwargs)
+            return self._first_call(cached, leaves, args, kwargs)
+        if reason := bucket.no_replay_reason(leaves):
+            return self._fall_back(reason, None, args, kwargs)
+        bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
-            return self._followed(bucket, visit, leaves, reading)
-        results = self._replayed(bucket, visit, leaves, reading)
+            return self._replay_with_grad(bucket, cached, leaves, spec)
+        results = self._replay(bucket, cached, leaves, spec)
         # The device is still busy with the replay.
-        if not looks_first and (moved := self.state.moved()):
-            self.recorder.restart(moved)
-            if leaves_traces:
-                raise RuleError(f"{moved} on the way")
-            return self._answer(visit, leaves, args, kwargs)
-        bucket.statistics.note_call(visit.elements, is_hit=True)
+        if not checks_first and (change := self.state.guard.first_change()):
+            self.graph_cache.drop_stale(change)
+            if has_side_effects:
+                raise RuleError(f"{change} during the call")
+            return self._answer(cached, leaves, args, kwargs)
+        bucket.count_call(cached.elements, is_hit=True)
         assert bucket.outputs is not None
-        return bucket.outputs.assembled(results)
+        return bucket.outputs.rebuild(results)
 
-    def _replayed(self, bucket: Bucket, visit: CachedCall, leaves: list[Any], reading: CallSpec) -> list[Any]:
-        self.recorder.replays.tick()
-        bucket.replay_call(leaves, reading)
-        if visit.outputs is not bucket.outputs:
-            visit.outputs = bucket.outputs
-            visit.cuts = bucket.outputs.cuts(reading.host) if bucket.outputs is not None else []
-        results = [cut() for cut in visit.cuts]
-        if bucket.written:
+    def _replay(self, bucket: Bucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec) -> list[PyTree]:
+        self.graph_cache.replay_count += 1
+        bucket.replay_call(leaves, spec)
+        if cached.outputs is not bucket.outputs:
+            cached.outputs = bucket.outputs
+            cached.cuts = bucket.outputs.cuts(spec.host) if bucket.outputs is not None else []
+        results = [cut() for cut in cached.cuts]
+        if bucket.written_inputs:
             bucket.write_back(leaves)
         return results
 
-    def _followed(self, bucket: TrainedBucket, visit: CachedCall, leaves: list[Any], reading: CallSpec) -> Any:
+    def _replay_with_grad(
+        self, bucket: TrainedBucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec
+    ) -> PyTree:
         """Replay the graph as a node of the caller's autograd graph."""
         assert bucket.outputs is not None
         outputs = bucket.outputs
-        call = TrainingCall(bucket, leaves, reading, self._lock, self.recorder)
-        tensors = iter(ReplayFunction.apply(call, *call.wanted))  # type: ignore[no-untyped-call]
-        bucket.statistics.note_call(visit.elements, is_hit=True)
-        return outputs.assembled([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
+        call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
+        tensors = iter(ReplayFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
+        bucket.count_call(cached.elements, is_hit=True)
+        return outputs.rebuild([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
-    def _fall_back(self, why: str, error: Exception | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.fallbacks.note(why, error)
-        with self.state.of_a_run():
+    def _fall_back(self, reason: str, error: Exception | None, args: Args, kwargs: Kwargs) -> PyTree:
+        self.fallbacks.count(reason, error)
+        with self.state.guard.during_run():
             return self.program(*args, **kwargs)
 
-    def _first(self, visit: CachedCall, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_call(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Answer a bucket's first call, and capture a graph for later calls."""
-        bucket, reading = visit.bucket, visit.reading
+        bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
-        assert reading is not None
+        assert spec is not None
         try:
-            result = self.recorder.first_answer(bucket, reading, leaves)
+            result = self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # whatever a program says of padded tensors
-            bucket.refusal = summarize_error(error)
+            bucket.no_graph_reason = summarize_error(error)
             if bucket.is_allocated:
-                bucket.forget()
-            return self._fall_back(bucket.refusal, error, args, kwargs)
-        bucket.statistics.note_call(visit.elements, is_hit=False)
-        if bucket.refusal:
-            self.fallbacks.note_refusal(bucket)
+                bucket.drop()
+            return self._fall_back(bucket.no_graph_reason, error, args, kwargs)
+        bucket.count_call(cached.elements, is_hit=False)
+        if bucket.no_graph_reason:
+            self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
         return result
 
-    def warmup(self, *args: Any, progress: bool = True, **kwargs: Any) -> Bucketed:
+    def warmup(self, *args: PyTree, progress: bool = True, **kwargs: PyTree) -> Bucketed:
         """Capture the graphs of all buckets before the first request, the largest first.
 
         Args:
@@ -226,37 +243,39 @@ class Bucketed(ModuleProxy):
                     self._warms_up_first = True
                     return self
                 args, kwargs = self._example
-            calls = calls_to_warm(self.dims, self.recorder.max_graphs, args, kwargs)
+            calls = warmup_calls(self.dims, self.graph_cache.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
-            self.state.refuse_releaseds()
-            there = [x for x in flatten(args, kwargs)[0] if isinstance(x, FIXED) or not isinstance(x, Tensor)]
-            others = list(callers_tensors(there))
-            with restore_all(self.state, others, devices):
-                for leaves, given, named in with_progress(calls, f"capturing {self.name}", progress):
-                    self._warm(leaves, given, named)
+            self.state.guard.check_resident()
+            given, _ = flatten(args, kwargs)
+            in_place = [x for x in given if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
+            with restore_all(self.state, list(callers_tensors(in_place)), devices):
+                for leaves, own_args, own_kwargs in with_progress(calls, f"capturing {self.name}", progress):
+                    self._warm_up(leaves, own_args, own_kwargs)
         return self
 
-    def _warm(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, spec = flatten(args, kwargs)
-        visit = self.visits.read(shared_key(self.state, leaves, spec, args, kwargs), leaves, args, kwargs)
-        bucket, reading = visit.bucket, visit.reading
+    def _warm_up(self, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> None:
+        """Capture the bucket of one call."""
+        _, structure = flatten(args, kwargs)
+        shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
+        cached = self.call_cache.analyze(shared, leaves, args, kwargs)
+        bucket, spec = cached.bucket, cached.spec
         if isinstance(bucket, TrainedBucket):
-            self.fallbacks.say(
-                f"warmup() of {self.name} records nothing where autograd tracks the call: use torch.no_grad()"
+            self.fallbacks.warn_once(
+                f"warmup() of {self.name} captures nothing where autograd tracks the call: use torch.no_grad()"
             )
             return
-        if bucket is None or reading is None or bucket.is_recorded or bucket.refusal:
+        if bucket is None or spec is None or bucket.is_captured or bucket.no_graph_reason:
             return
-        copied = {source.leaf for source in reading.sources}
-        leaves = [x.clone() if i in copied else x for i, x in enumerate(visit.style.ordered(leaves))]
+        copied = {source.leaf for source in spec.inputs}
+        leaves = [x.clone() if i in copied else x for i, x in enumerate(cached.format.ordered(leaves))]
         try:
-            self.recorder.first_answer(bucket, reading, leaves)
+            self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # as in a call, which will say so
-            bucket.refusal = summarize_error(error)
-        if bucket.refusal:
-            self.fallbacks.note_refusal(bucket)
+            bucket.no_graph_reason = summarize_error(error)
+        if bucket.no_graph_reason:
+            self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
 
-    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, **options: object) -> PyTree:
         """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
 
         Args:
@@ -272,8 +291,21 @@ class Bucketed(ModuleProxy):
         """
         with self._lock:
             if self._generation is None:
-                self._generation = Generation(self, tokens_dim(self.program, self.dims.by_name))
-            return self._generation.answer(inputs, options, self.fallbacks.note)
+                seq = prompt_dim(self.program, self.dims.by_name)
+                self._generation = Generation(self.program, seq, self._with_other_program)
+            return self._generation.run(inputs, options, self.fallbacks.count)
+
+    def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
+        """Bucket another program with the same options; calls of it that have no graph are errors."""
+        own = self.graph_cache
+        other = type(self)(program, dims, own.max_graphs, own.memory_limit, "capture", None, own.compile_options)
+        other.fallbacks.are_errors = True
+        other.call_cache.is_bounded = False  # there is one cache for each number of rows
+        return other
+
+    def no_graph_reasons(self) -> list[str]:
+        """Return the reasons why buckets could not be captured."""
+        return [b.no_graph_reason for b in self.graph_cache.buckets.values() if b.no_graph_reason]
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -282,8 +314,8 @@ class Bucketed(ModuleProxy):
         Raises:
             RuleError: raised by a call, if something was replaced; what the replay wrote stays written.
         """
-        if moved := self.state.moved():
-            self.recorder.restart(moved)
+        if change := self.state.guard.first_change():
+            self.graph_cache.drop_stale(change)
         self._is_settled = True
         try:
             yield
@@ -296,7 +328,7 @@ class Bucketed(ModuleProxy):
         return self._generation.programs if self._generation is not None else {}
 
     def stats(self) -> Statistics:
-        """Calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
+        """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
 
         Example:
             >>> import subtensors as st
@@ -308,21 +340,21 @@ class Bucketed(ModuleProxy):
               n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
         """
         with self._lock:
-            return self.recorder.statistics(self.fallbacks.counted, self.visits.sizes())
+            return self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
 
-    def recorded(self) -> list[Bucket]:
-        """The buckets with a graph, the least recently called one first."""
-        return self.recorder.recorded()
+    def captured_buckets(self) -> list[Bucket]:
+        """Return the buckets with a graph, the least recently called one first."""
+        return self.graph_cache.captured_buckets()
 
     def explain(self) -> str:
         """Describe what was done and why; `st.explain(run)` returns this."""
         dims = ", ".join(map(str, self.dims.distinct.values()))
-        budget = f"max_graphs={self.recorder.max_graphs}, memory_limit={self.recorder.memory_limit}"
+        budget = f"max_graphs={self.graph_cache.max_graphs}, memory_limit={self.graph_cache.memory_limit}"
         parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
         return f"{self.name} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
 
     def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
-        """The buckets that would have wasted least on the sizes seen so far.
+        """Return the buckets that would have wasted least on the sizes seen so far.
 
         Args:
             max_graphs: the most buckets of each Dim; by default the runner's own limit, or 8.
@@ -336,23 +368,30 @@ class Bucketed(ModuleProxy):
         """
         if max_graphs is not None and max_graphs < 1:
             raise ValueError(f"max_graphs is at least 1, got {max_graphs}")
-        most = max_graphs or self.recorder.max_graphs or 8
+        count = max_graphs or self.graph_cache.max_graphs or 8
         seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
-        return {name: fit_buckets(sizes, most) for name, sizes in seen.items() if sizes}
+        return {name: fit_buckets(sizes, count) for name, sizes in seen.items() if sizes}
 
     def plot(self) -> Figure:
         """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
-        from subtensors.bucketed.report.plot import drawn
-
-        return drawn(self.stats(), self.dims.distinct)
+        return plot_statistics(self.stats(), self.dims.distinct)
 
     def release(self) -> None:
         """Give the memory of graphs and static inputs back to the device; the next calls recapture."""
         with self._lock:
-            self.recorder.release()
-            self.visits.forget_values()
+            self.graph_cache.release()
+            self.call_cache.forget_values()
             if self._generation is not None:
                 self._generation.release()
+
+
+def why_not_replayable() -> str:
+    """Return the reason why no graph can be replayed in the current context, or "" if one can."""
+    if is_transforming():
+        return "it is inside a transform of torch.func, or forward-mode differentiation"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "it is part of a graph that is being captured"
+    return ""
 
 
 dynamo.call_eagerly(Bucketed.__call__, "st.bucketed replays graphs of its own")

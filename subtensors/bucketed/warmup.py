@@ -6,29 +6,33 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.call_spec import flatten, unflatten
+from subtensors.bucketed.calls.call_key import flatten, unflatten
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.padded.padded_tensor import PaddedTensor
 
 T = TypeVar("T")
 
+ExampleCall: TypeAlias = tuple[list[PyTree], Args, Kwargs]
+"""The leaves, args and kwargs of a call."""
+
 _log = logging.getLogger(__name__)
 
 
-def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
-    """A tensor of other sizes that repeats the values of `x`.
+def repeat_to_sizes(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    """Return a tensor of other sizes that repeats the values of `x`.
 
     Args:
         x: any tensor.
         sizes: the new size of each dim that changes.
 
     Example:
-        >>> repeated(torch.tensor([1, 2, 3]), {0: 5})
+        >>> repeat_to_sizes(torch.tensor([1, 2, 3]), {0: 5})
         tensor([1, 2, 3, 1, 2])
     """
     for d, size in sizes.items():
@@ -40,30 +44,28 @@ def repeated(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
     return x
 
 
-def calls_to_warm(
-    dims: ArgumentDims, most: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[list[Any], tuple[Any, ...], dict[str, Any]]]:
-    """Calls like a given one, one per bucket, the largest first: the leaves, args and kwargs of each.
+def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: Kwargs) -> list[ExampleCall]:
+    """Return calls like a given one, one per bucket, the largest first.
 
     Args:
         dims: which dims of the arguments are padded, and on which Dims.
-        most: the most calls to return; None for all.
+        max_calls: the most calls to return; None for all.
         args, kwargs: those of the given call.
     """
-    leaves, spec = flatten(args, kwargs)
+    leaves, structure = flatten(args, kwargs)
     places = dims.of_leaves(args, kwargs)
     used = {dim: None for _, padded in places for dim in (padded or {}).values()}
-    largest = sorted(itertools.product(*[dim.buckets for dim in used]), key=math.prod, reverse=True)
+    largest_first = sorted(itertools.product(*[dim.buckets for dim in used]), key=math.prod, reverse=True)
     calls = []
-    for buckets in largest[:most]:
+    for buckets in largest_first[:max_calls]:
         sizes = dict(zip(used, buckets, strict=True))
-        moved = [
-            repeated(x, {d: sizes[dim] for d, dim in (padded or {}).items()})
+        resized = [
+            repeat_to_sizes(x, {d: sizes[dim] for d, dim in (padded or {}).items()})
             if isinstance(x, Tensor) and padded and not isinstance(x, PaddedTensor)
             else x
             for x, (_, padded) in zip(leaves, places, strict=True)
         ]
-        calls.append((moved, *unflatten(moved, spec, len(args), tuple(kwargs))))
+        calls.append((resized, *unflatten(resized, structure, len(args), tuple(kwargs))))
     return calls
 
 

@@ -86,8 +86,8 @@ def _of_runner(way: Way, case: Case, requests: list[Tensor], device: str) -> dic
         return found
     request = requests[0]
     size = -(-request.shape[case.dim] // case.step) * case.step
-    bucket = next(b for b in way.runner.recorded() if size in b.statistics.sizes.values())
-    copies = bucket.outputs.cuts(bucket.reading.host)
+    bucket = next(b for b in way.runner.captured_buckets() if size in b.statistics.sizes.values())
+    copies = bucket.outputs.cuts(bucket.spec.host)
     calls, replays, copied = [], [], []
     for _ in range(100):
         calls += _pass(way.answer, [request], device)[0]

@@ -1,4 +1,4 @@
-"""Which graphs a bucketed program has: budgets, eviction, warm-up, release, and what makes it record again."""
+"""The graphs that a bucketed program keeps: budgets, eviction, warm-up, release and recaptures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
-from subtensors.bucketed.call_cache import OBJECTS, VALUES
+from subtensors.bucketed.call_cache import MAX_OBJECTS_PER_ARG, MAX_VALUES_PER_ARG
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 
@@ -42,13 +42,13 @@ def recorded(run: Any) -> list[int]:
         ({"memory_limit": "2 gigs"}, "memory_limit must be a number of bytes above 0"),
     ],
 )
-def test_a_budget_that_is_none_is_refused(option: dict[str, Any], said: str) -> None:
+def test_an_invalid_budget_is_refused(option: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         st.bucketed(softmax, {"x": {1: SEQ}}, **option)
 
 
 @torch.no_grad()
-def test_the_first_call_of_a_bucket_records_and_the_others_replay(device: str, counted: Counted) -> None:
+def test_the_first_call_of_a_bucket_captures_and_later_calls_replay(device: str, counted: Counted) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}})
     for n, expected in ((3, (1, 0)), (8, (0, 1)), (3, (0, 1)), (9, (1, 0)), (16, (0, 1)), (5, (0, 1))):
         x = data(n, device)
@@ -57,7 +57,7 @@ def test_the_first_call_of_a_bucket_records_and_the_others_replay(device: str, c
 
 
 @torch.no_grad()
-def test_the_least_recently_called_graph_makes_room_and_the_others_stay(device: str, counted: Counted) -> None:
+def test_the_least_recently_called_graph_is_evicted(device: str, counted: Counted) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}}, max_graphs=2)
     for n, expected in ((3, (1, 0)), (9, (1, 0)), (4, (0, 1)), (20, (1, 0)), (5, (0, 1)), (17, (0, 1)), (9, (1, 0))):
         x = data(n, device)
@@ -75,13 +75,13 @@ def test_graphs_stay_within_the_memory_limit(device: str) -> None:
     for n in (8, 16, 8, 32, 8, 16):
         x = torch.randn(2, n, width, dtype=torch.float64, device=device)
         torch.testing.assert_close(run(x), softmax(x))
-        assert run.recorder.bytes() <= run.recorder.memory_limit
+        assert run.graph_cache.bytes() <= run.graph_cache.memory_limit
     assert run.stats().evictions
     assert recorded(run)
 
 
 @torch.no_grad()
-def test_a_graph_beyond_the_memory_limit_alone_runs_without_one(device: str) -> None:
+def test_a_program_whose_graph_exceeds_the_memory_limit_runs_without_one(device: str) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}}, memory_limit=1000)
     x = torch.randn(2, 32, 100, dtype=torch.float64, device=device)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_a_graph_beyond_the_memory_limit_alone_runs_without_one(device: str) -> 
 
 
 @torch.no_grad()
-def test_a_miss_runs_at_its_true_size_where_only_warm_up_records(
+def test_a_miss_runs_at_its_true_size_if_only_warm_up_captures(
     device: str, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}}, on_miss="eager")
@@ -109,7 +109,7 @@ def test_a_miss_runs_at_its_true_size_where_only_warm_up_records(
 
 
 @torch.no_grad()
-def test_a_miss_is_an_error_where_that_is_asked_for(device: str) -> None:
+def test_a_miss_is_an_error_with_on_miss_error(device: str) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}}, on_miss="error")
     with pytest.raises(st.RuleError, match="no graph for this call"):
         run(data(3, device))
@@ -121,9 +121,9 @@ def test_a_miss_is_an_error_where_that_is_asked_for(device: str) -> None:
 @torch.no_grad()
 def test_warm_up_goes_from_the_largest_bucket_down(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
-    record = bucket_module.Bucket.record
+    record = bucket_module.Bucket.capture
     monkeypatch.setattr(
-        bucket_module.Bucket, "record", lambda bucket: (order.append(bucket.reading.buckets), record(bucket))[1]
+        bucket_module.Bucket, "capture", lambda bucket: (order.append(bucket.spec.buckets), record(bucket))[1]
     )
     run = st.bucketed(softmax, {"x": {1: SEQ}})
     assert run.warmup(data(5, device), progress=False) is run
@@ -139,15 +139,13 @@ def test_warm_up_without_a_call_waits_for_the_first(device: str, counted: Counte
     assert counted.take() == (4, 1)
 
 
-def test_warm_up_where_gradients_are_asked_for_says_that_it_does_nothing(
-    device: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warm_up_under_autograd_warns_that_it_captures_nothing(device: str, caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 3, dtype=torch.float64, device=device)
     run = st.bucketed(net, {"input": {1: SEQ}})
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
         run.warmup(data(3, device), progress=False)
     assert [r.message for r in caplog.records] == [
-        "warmup() of Linear records nothing where autograd tracks the call: use torch.no_grad()"
+        "warmup() of Linear captures nothing where autograd tracks the call: use torch.no_grad()"
     ]
     assert recorded(run) == []
     with torch.no_grad():
@@ -186,7 +184,7 @@ def test_released_memory_comes_back_with_the_next_call(device: str, counted: Cou
     run(data(9, device))
     run.release()
     assert recorded(run) == []
-    assert run.recorder.bytes() == 0
+    assert run.graph_cache.bytes() == 0
     counted.take()
     torch.testing.assert_close(run(x), softmax(x))
     assert counted.take() == (1, 0)
@@ -226,7 +224,7 @@ def test_buffers_are_written_once_a_call_and_not_by_warm_up(device: str) -> None
 
 
 @torch.no_grad()
-def test_a_module_that_writes_to_its_buffers_is_recorded_right(device: str) -> None:
+def test_a_module_that_writes_to_its_buffers_is_captured_correctly(device: str) -> None:
     class Cache(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -248,7 +246,7 @@ def test_a_module_that_writes_to_its_buffers_is_recorded_right(device: str) -> N
 
 
 @torch.no_grad()
-def test_what_was_called_is_counted_and_drawn(device: str) -> None:
+def test_calls_are_counted_and_plotted(device: str) -> None:
     run = st.bucketed(softmax, {"x": {1: SEQ}})
     for n in (3, 3, 4, 9, 30):
         run(data(n, device))
@@ -280,7 +278,7 @@ def test_sizes_that_fill_their_bucket_or_have_none_are_counted_too(device: str) 
 
 
 @torch.no_grad()
-def test_a_sleeping_parameter_is_refused(device: str) -> None:
+def test_a_released_parameter_is_refused(device: str) -> None:
     pytest.importorskip("cuda.bindings") if device == "cuda" else None
     arena = st.Arena(device, reserve="1MiB")
     weight = arena.zeros(3, dtype=torch.float64)
@@ -296,7 +294,7 @@ def test_a_sleeping_parameter_is_refused(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+def test_a_failed_capture_leaves_no_memory_behind() -> None:
     def asks(x: Tensor, place: str) -> Tensor:
         # CUDA refuses the copy, which invalidates the capture, or the program refuses it by itself.
         if place == "program" and torch.cuda.is_current_stream_capturing():
@@ -330,14 +328,14 @@ class Token:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["number", "object", "attribute"])
-def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
+def test_an_argument_that_changes_in_each_call_gets_a_limited_number_of_graphs(
     kind: str, device: str, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(x: Tensor, options: dict[str, Any]) -> Tensor:
         number = options["which"]
         return x.softmax(1) * (number if isinstance(number, int) else number.shift)
 
-    most = VALUES if kind == "number" else OBJECTS
+    most = MAX_VALUES_PER_ARG if kind == "number" else MAX_OBJECTS_PER_ARG
     tokens = [Token() for _ in range(most + 3)]
 
     def value(i: int) -> Any:
@@ -373,11 +371,11 @@ def test_an_argument_that_is_another_in_each_call_has_graphs_for_so_many(
 
 
 @torch.no_grad()
-def test_a_budget_of_graphs_is_for_any_number_of_values(device: str, counted: Counted) -> None:
+def test_max_graphs_lifts_the_limit_on_the_number_of_values(device: str, counted: Counted) -> None:
     run = st.bucketed(lambda x, n: x.softmax(1) * n, {"x": {1: SEQ}}, max_graphs=2)
     x = data(3, device)
-    for i in range(VALUES + 2):
+    for i in range(MAX_VALUES_PER_ARG + 2):
         torch.testing.assert_close(run(x, i), softmax(x) * i)
-    assert counted.take() == (VALUES + 2, 0)
+    assert counted.take() == (MAX_VALUES_PER_ARG + 2, 0)
     assert not run.stats().fallbacks
     assert len(recorded(run)) == 2

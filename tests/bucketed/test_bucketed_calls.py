@@ -1,4 +1,4 @@
-"""Calls of a bucketed program: what goes in, what comes out, and which bucket answers."""
+"""Calls of a bucketed program: arguments, results, and the bucket that answers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_other_arguments_are_part_of_the_key(device: str) -> None:
 
 
 @torch.no_grad()
-def test_a_bucket_serves_a_call_however_it_is_written(device: str) -> None:
+def test_calls_by_position_and_by_name_share_a_bucket(device: str) -> None:
     def program(x: Tensor, y: dict[str, Tensor], *, shift: float = 0.0, times: float = 1.0) -> Tensor:
         return x.cumsum(1) * times + y["a"] - y["b"].mean() + shift
 
@@ -126,7 +126,7 @@ def test_a_bucket_serves_a_call_however_it_is_written(device: str) -> None:
 
 
 @torch.no_grad()
-def test_arguments_beyond_the_named_ones_are_told_apart_by_place(device: str) -> None:
+def test_variadic_arguments_are_keyed_by_position(device: str) -> None:
     def program(x: Tensor, *more: Tensor, y: Tensor) -> Tensor:
         return x.cumsum(0) - y.mean() + sum(m.sum() for m in more)
 
@@ -138,7 +138,7 @@ def test_arguments_beyond_the_named_ones_are_told_apart_by_place(device: str) ->
 
 
 @torch.no_grad()
-def test_numbers_that_compare_otherwise_than_they_count_are_told_apart(device: str) -> None:
+def test_numbers_that_compare_equal_but_compute_differently_have_own_keys(device: str) -> None:
     run = st.bucketed(lambda x, times: x.cumsum(0) * times, {"x": {0: SEQ}})
     x = data(3, device=device).abs()
     assert torch.signbit(run(x, -0.0)).all()
@@ -149,7 +149,7 @@ def test_numbers_that_compare_otherwise_than_they_count_are_told_apart(device: s
 
 
 @torch.no_grad()
-def test_settings_of_torch_are_those_of_the_call(device: str) -> None:
+def test_a_graph_is_captured_for_the_torch_settings_of_its_call(device: str) -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         return F.scaled_dot_product_attention(x, x, x), torch.zeros(3, device=device)
 
@@ -176,7 +176,7 @@ def test_padded_tensors_go_in_and_plain_ones_come_out(device: str) -> None:
         x = data(2, n, 3, device=device)
         for _ in range(2):
             check(run(st.pad(x, {1: SEQ}, value=float("nan"))), mixing(x))
-    assert len(run.visits) == 3
+    assert len(run.call_cache) == 3
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def test_a_result_that_is_an_input_is_a_copy_of_its_own(device: str) -> None:
 
 
 @torch.no_grad()
-def test_parameters_and_static_tensors_are_read_where_they_are(device: str) -> None:
+def test_parameters_and_static_tensors_are_read_in_place(device: str) -> None:
     weight = nn.Parameter(data(3, device=device))
     fixed = st.static(data(3, device=device))
     run = st.bucketed(lambda x, w, s: x * w + s, {"x": {0: SEQ}})
@@ -223,7 +223,7 @@ def test_parameters_and_static_tensors_are_read_where_they_are(device: str) -> N
 
 
 @torch.no_grad()
-def test_a_size_beyond_the_max_runs_as_it_is_and_is_said_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_beyond_the_max_runs_unpadded_and_warns_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
     run = st.bucketed(mixing, {"x": {1: SEQ}})
     x = data(1, 65, 2, device=device)
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
@@ -236,7 +236,7 @@ def test_a_size_beyond_the_max_runs_as_it_is_and_is_said_once(device: str, caplo
 
 
 @torch.no_grad()
-def test_a_size_beyond_the_max_is_refused_where_that_is_asked_for(device: str) -> None:
+def test_a_size_beyond_the_max_is_an_error_with_on_miss_error(device: str) -> None:
     run = st.bucketed(mixing, {"x": {1: SEQ}}, on_miss="error")
     with pytest.raises(st.SizeError, match="beyond its max"):
         run(data(1, 65, 2, device=device))
@@ -292,7 +292,7 @@ def test_gradients_flow_to_parameters_and_inputs(device: str) -> None:
         check(torch.autograd.grad(run(x), [x, *net.parameters()], cotangent), wanted)
 
 
-def test_a_wrong_argument_is_refused_where_it_is_given() -> None:
+def test_a_wrong_argument_of_bucketed_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="dims name an argument 'y'"):
         st.bucketed(mixing, {"y": {1: SEQ}})
     with pytest.raises(ValueError, match="dims name the argument at position 5, and mixing takes 1 arguments"):
@@ -328,7 +328,7 @@ def test_a_convolutional_net_over_batches_of_any_size(device: str) -> None:
     assert run.stats().hits == 3
 
 
-def test_a_program_that_divides_by_a_bucket_is_told_of_by_the_debug_mode() -> None:
+def test_the_debug_mode_reports_a_program_that_divides_by_a_bucket() -> None:
     def mean(x: Tensor) -> Tensor:
         return x.sum(1) / x.shape[1]
 

@@ -1,4 +1,4 @@
-"""A bucketed program is compiled once for all of its buckets, and gives what the program gives."""
+"""A bucketed program is compiled once for all of its buckets, and computes what the program computes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_compilation_serves_every_bucket(device: str, options: dict[str, Any
 
 
 @torch.no_grad()
-def test_two_open_sizes_are_one_compilation(device: str, options: dict[str, Any]) -> None:
+def test_two_dynamic_sizes_are_one_compilation(device: str, options: dict[str, Any]) -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.flatten(0, 1).softmax(0), x.mean((0, 1)).relu()
 
@@ -53,7 +53,7 @@ def test_two_open_sizes_are_one_compilation(device: str, options: dict[str, Any]
 
 
 @torch.no_grad()
-def test_a_program_that_branches_on_its_size_is_compiled_once_a_bucket(
+def test_a_program_that_branches_on_its_size_is_compiled_once_per_bucket(
     device: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(x: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ def test_a_program_that_branches_on_its_size_is_compiled_once_a_bucket(
             x = torch.randn(n, device=device, dtype=torch.float64)
             wanted = x.softmax(0) if n == 24 else x.softmax(0).exp()
             torch.testing.assert_close(run(x), wanted)
-    assert "compiled once a bucket" in caplog.text
+    assert "compiled once per bucket" in caplog.text
 
 
 @torch.no_grad()
-def test_replaced_parameters_are_compiled_in_again(device: str, options: dict[str, Any]) -> None:
+def test_replaced_parameters_are_recompiled(device: str, options: dict[str, Any]) -> None:
     net = nn.Linear(3, 3, device=device, dtype=torch.float64)
     run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}}, compile=options or True)
     x = torch.randn(2, 5, 3, device=device, dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_replaced_parameters_are_compiled_in_again(device: str, options: dict[st
         torch.testing.assert_close(run(x), net(x).softmax(1))
 
 
-def test_options_that_are_none_are_refused() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValueError, match="reduce-overhead"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile={"mode": "reduce-overhead"})
     with pytest.raises(TypeError, match=r"compile takes backend, mode, .*; got 'bakcend'"):
@@ -90,8 +90,8 @@ def test_options_that_are_none_are_refused() -> None:
         st.bucketed(torch.exp, {0: {0: SEQ}}, compile="yes")  # type: ignore[arg-type]
 
 
-def test_no_options_are_the_compilers_own() -> None:
-    options = [st.bucketed(torch.exp, {0: {0: SEQ}}, compile=x).recorder.compile_options for x in (False, True, {})]
+def test_empty_options_are_the_compilers_defaults() -> None:
+    options = [st.bucketed(torch.exp, {0: {0: SEQ}}, compile=x).graph_cache.compile_options for x in (False, True, {})]
     assert options == [None, {}, {}]
 
 
@@ -101,7 +101,7 @@ def test_a_number_is_fitted_through_its_points() -> None:
         Number.through([(4,), (8,)], [2, 5])
 
 
-def test_a_template_is_checked_where_it_was_not_fitted() -> None:
+def test_a_template_is_checked_at_a_size_it_was_not_fitted_to() -> None:
     def program(inputs: Any) -> tuple[list[Tensor], Any]:
         (x,) = inputs
         return [x.new_zeros(x.shape[0] ** 2)], None
@@ -135,7 +135,7 @@ def test_state_is_written_once_by_the_first_call_and_not_by_traces(device: str) 
 
 
 @torch.no_grad()
-def test_sizes_that_the_compiler_tells_apart_are_compiled_apart() -> None:
+def test_sizes_that_the_compiler_specializes_on_are_compiled_separately() -> None:
     seen = []
 
     def telling_apart(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -163,7 +163,7 @@ def test_compiled_code_reads_the_values_that_parameters_have_now(device: str, op
 
 
 @torch.no_grad()
-def test_casts_of_the_caller_are_compiled_in_once(device: str, options: dict[str, Any]) -> None:
+def test_casts_of_the_callers_autocast_are_compiled_in_once(device: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device)
     run = st.bucketed(net, {"input": {1: SEQ}}, compile=options or True)
@@ -178,7 +178,7 @@ def test_casts_of_the_caller_are_compiled_in_once(device: str, options: dict[str
         torch.testing.assert_close(run(x), net(x))
 
 
-def test_a_mode_that_captures_by_itself_leaves_that_to_the_runner() -> None:
+def test_a_compile_mode_with_own_cuda_graphs_leaves_capture_to_the_runner() -> None:
     graph = torch.fx.symbolic_trace(lambda x: [x + 1])
     seen = []
 

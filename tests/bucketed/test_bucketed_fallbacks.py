@@ -1,4 +1,4 @@
-"""What runs without a graph gives what the program gives, and is said once a reason."""
+"""Programs that run without a graph compute what the program computes, and warn once per reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chooses_by_values(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("program", [asks_the_device, goes_to_the_cpu, chooses_by_values])
 @torch.no_grad()
-def test_what_no_capture_allows_runs_as_it_is_and_is_said_once(
+def test_a_program_that_cannot_be_captured_falls_back_and_warns_once(
     device: str, program: Callable[[Tensor], Tensor], pools: list[PretendPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     def called(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_transforms_see_the_program_itself(device: str, name: str, trained: bool
 
 
 @torch.no_grad()
-def test_compiled_code_breaks_at_a_call_and_goes_on_behind_it(device: str) -> None:
+def test_compiled_code_has_a_graph_break_at_a_call(device: str) -> None:
     net = nn.Linear(3, 3, device=device, dtype=torch.float64)
     run = st.bucketed(net, {"input": {0: SEQ}})
     compiled = torch.compile(lambda x: run(x * 2) + 1, backend="eager")
@@ -121,9 +121,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("cause", ["padded", "itself"])
-def test_a_run_that_raises_is_undone_before_the_program_runs_at_its_true_size(
-    cause: str, follows: bool, device: str
-) -> None:
+def test_a_run_that_raises_is_rolled_back_before_the_fallback_runs(cause: str, follows: bool, device: str) -> None:
     ours, theirs = (Written(cause).to(device) for _ in range(2))
     run = st.bucketed(ours, {"x": {0: SEQ}})
     with torch.set_grad_enabled(follows):
@@ -145,14 +143,12 @@ def test_a_run_that_raises_is_undone_before_the_program_runs_at_its_true_size(
 
 
 @torch.no_grad()
-def test_the_largest_buffers_are_not_copied_for_a_run_that_may_raise(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_buffers_are_not_copied_for_a_rollback(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Written("padded").to(device)
     ours.register_buffer("cache", torch.zeros(100, device=device))
     nbytes = sum(buffer.nbytes for buffer in ours.buffers())
     for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
-        monkeypatch.setattr(rollback, "ROOM", room)
+        monkeypatch.setattr(rollback, "ROLLBACK_BYTES", room)
         before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
         st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
         assert (ours.seen - before[0]).tolist() == [times] * 3

@@ -75,7 +75,7 @@ def check(model: Any, run: Any, ids: torch.Tensor, **options: Any) -> None:
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str, way: str, device: str) -> None:
+def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: str, device: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -92,7 +92,7 @@ def test_prompts_of_every_length_are_continued_as_by_the_model_itself(name: str,
         return
     for part in (run, *run.programs.values()):
         assert not part.stats().fallbacks
-        assert not any(bucket.refusal for bucket in part.recorder.buckets.values())
+        assert not any(bucket.no_graph_reason for bucket in part.graph_cache.buckets.values())
     buckets = run.programs["decoder"].stats().buckets
     decode = [b for b in buckets if any(len(shape) == 2 and shape[1] == 1 for shape in b.shapes)]
     # One graph for all prompts; of an encoder's output one a bucket, with a mask and without.
@@ -112,7 +112,7 @@ def test_compiled_decode_steps_give_what_the_model_gives(name: str, device: str)
     assert [part.stats().recompiles for part in run.programs.values()] == [0] * len(run.programs)
 
 
-def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) -> None:
+def test_a_cache_is_kept_for_later_calls_and_dropped_by_release(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -123,7 +123,7 @@ def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) ->
     assert stats.hits == 4 * 6 - 2
     assert "decoder: forward" in st.explain(run)
     run.release()
-    assert not run.programs["decoder"].recorded()
+    assert not run.programs["decoder"].captured_buckets()
     check(model, run, torch.randint(3, 50, (1, 9), device=device))
 
 
@@ -135,7 +135,7 @@ def test_a_cache_is_kept_for_later_calls_and_given_up_by_release(device: str) ->
         ("Mistral", {}, "StaticSlidingWindowLayer"),
     ],
 )
-def test_what_has_no_graph_is_left_to_the_model_and_said(
+def test_generate_falls_back_to_the_model_with_a_reason(
     kind: str, options: dict[str, Any], reason: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -157,13 +157,13 @@ def test_what_has_no_graph_is_left_to_the_model_and_said(
     [
         ("update", 2, "LlamaForCausalLM takes no cache of fixed length: RuntimeError: out of luck"),
         ("update", 4, "RuntimeError: out of luck"),  # the second layer of the first prompt
-        ("record", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
+        ("capture", 2, "RuntimeError: out of luck"),  # the graph of the first decode step
     ],
 )
-def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
+def test_a_text_that_fails_midway_is_generated_by_the_model_from_its_start(
     fails: str, at: int, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from subtensors.bucketed.generation.padded_cache import PaddedStaticLayer
+    from subtensors.bucketed.padded_cache import PaddedStaticLayer
 
     torch.manual_seed(0)
     model = llama(device)
@@ -184,7 +184,7 @@ def test_a_text_that_fails_midway_is_generated_by_the_model_from_the_start(
     assert len(calls) == at
 
 
-def test_a_mistake_of_the_callers_is_raised_and_no_reason_to_go_without_graphs(device: str) -> None:
+def test_an_error_of_the_callers_is_raised_and_does_not_disable_graphs(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -209,7 +209,7 @@ def test_a_processor_of_logits_may_call_the_model_itself(name: str, device: str)
     assert not run.stats().fallbacks
 
 
-def test_generate_is_refused_where_nothing_generates(device: str) -> None:
+def test_generate_is_refused_for_a_program_that_does_not_generate(device: str) -> None:
     with pytest.raises(st.RuleError, match="Hugging Face models"):
         st.bucketed(torch.nn.Linear(2, 2).to(device), {"input": {0: SEQ}}).generate(torch.zeros(1, 1))
     with pytest.raises(st.RuleError, match="what prompts are padded on"):
@@ -218,7 +218,7 @@ def test_generate_is_refused_where_nothing_generates(device: str) -> None:
         st.bucketed(gpt2(device), {"input_ids": {1: st.Dim("seq")}}).generate(torch.zeros(1, 1))
 
 
-def test_decode_steps_with_a_cache_of_the_callers_are_replays_of_one_graph(device: str) -> None:
+def test_decode_steps_with_the_callers_cache_replay_one_graph(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     plain = model.forward
@@ -240,7 +240,7 @@ def test_decode_steps_with_a_cache_of_the_callers_are_replays_of_one_graph(devic
 
 
 @torch.no_grad()
-def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
+def test_a_returned_cache_belongs_to_the_caller(device: str) -> None:
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: st.Dim("seq", max=64, buckets=16)}})
     held = []
@@ -256,7 +256,7 @@ def test_a_cache_that_is_returned_is_the_callers_own(device: str) -> None:
         step = torch.ones(1, 1, dtype=torch.long, device=device)
         actual = run(input_ids=step, past_key_values=found)
         torch.testing.assert_close(actual.logits, model(input_ids=step, past_key_values=expected).logits)
-    assert len(run.visits) == 4
+    assert len(run.call_cache) == 4
     assert any("DynamicCache" in reason for reason in run.stats().fallbacks)
 
 
@@ -276,7 +276,7 @@ def test_an_encoder_and_a_decoder_of_different_lengths(device: str) -> None:
 
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_weights_that_are_replaced_between_texts_are_those_of_the_next(name: str, device: str) -> None:
+def test_weights_replaced_between_texts_are_used_for_the_next(name: str, device: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -289,7 +289,7 @@ def test_weights_that_are_replaced_between_texts_are_those_of_the_next(name: str
 
 
 @pytest.mark.usefixtures("captured")
-def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itself(device: str) -> None:
+def test_a_text_whose_weights_were_replaced_midway_is_generated_by_the_model(device: str) -> None:
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
@@ -307,13 +307,13 @@ def test_a_text_whose_weights_were_replaced_on_the_way_is_made_by_the_model_itse
     assert replaced
     expected = model.generate(ids, **SCORED)
     assert torch.equal(found.sequences, expected.sequences)
-    assert [*run.stats().fallbacks] == ["a tensor was replaced on the way"]
+    assert [*run.stats().fallbacks] == ["a tensor was replaced during the call"]
     check(model, run, ids)
     assert sum(run.stats().fallbacks.values()) == 1
 
 
 def test_any_number_of_rows_has_a_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "OBJECTS", 2)
+    monkeypatch.setattr(call_cache, "MAX_OBJECTS_PER_ARG", 2)
     torch.manual_seed(0)
     model = gpt2(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})

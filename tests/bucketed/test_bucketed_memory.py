@@ -1,4 +1,4 @@
-"""A bucketed program that serves for long: one pool for all graphs, memory that comes back, nothing that grows."""
+"""A bucketed program that serves for long: one pool for all graphs, memory that returns, nothing that grows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.report.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
 from subtensors.bucketed.runner import Bucketed
+from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
 
 SEQ = st.Dim("seq", max=32, buckets=8)
 MIB = 2**20
@@ -36,7 +36,7 @@ class Net(nn.Module):
 def seen(run: Bucketed, device: str) -> tuple[int, int, int]:
     """The runner's own bytes, those of the device, and how many objects Python has."""
     gc.collect()
-    return run.recorder.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0, len(gc.get_objects())
+    return run.graph_cache.bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0, len(gc.get_objects())
 
 
 def check_flat(before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
@@ -56,7 +56,7 @@ def test_memory_stays_flat_over_thousands_of_calls(device: str) -> None:
         if i in (200, len(sizes) - 1):
             found.append(seen(run, device))
     check_flat(*found)
-    assert len(run.visits) == 24
+    assert len(run.call_cache) == 24
     assert run.program.calls == len(sizes)
 
 
@@ -86,7 +86,7 @@ def test_graphs_share_one_pool_which_is_little_larger_than_the_largest_graph() -
     alone(wide)
     run = st.bucketed(program, {"x": {0: SEQ}}).warmup(wide, progress=False)
     assert run.stats().captures == 4
-    assert len(run.recorder.pools) == 1
+    assert len(run.graph_cache.pools) == 1
     assert run.stats().pool_bytes <= 1.1 * alone.stats().pool_bytes
 
 
@@ -107,18 +107,18 @@ def test_release_gives_the_memory_of_graphs_and_inputs_back() -> None:
         run.release()
     finally:
         gc.enable()
-    assert run.recorder.bytes() == 0
+    assert run.graph_cache.bytes() == 0
     assert torch.cuda.memory_reserved() - before < 8 * MIB
     torch.testing.assert_close(run(wide), wide.softmax(0))
     assert run.stats().recaptures == 1
 
 
-def test_nothing_waits_for_the_collector_when_a_program_is_released() -> None:
+def test_a_deleted_runner_is_freed_without_the_garbage_collector() -> None:
     run = st.bucketed(lambda x: x.softmax(0), {"x": {0: SEQ}})
     x = torch.ones(32, 3)
     run.warmup(x, progress=False)
     run(x)
-    inputs = [weakref.ref(t) for bucket in run.recorded() for t in bucket.inputs()]
+    inputs = [weakref.ref(t) for bucket in run.captured_buckets() for t in bucket.inputs()]
     assert inputs
     gc.disable()
     try:
@@ -164,7 +164,7 @@ def test_other_threads_use_the_device_while_graphs_are_captured() -> None:
 
 
 @torch.no_grad()
-def test_statistics_have_what_was_done_in_each_bucket(device: str) -> None:
+def test_statistics_report_each_bucket(device: str) -> None:
     run = st.bucketed(Net(device), {"x": {1: SEQ}}, max_graphs=2)
     for n in (3, 4, 30, 31, 3, 5, 12):
         run(torch.zeros(2, n, 3, dtype=torch.float64, device=device))
@@ -223,7 +223,7 @@ class Event:
         return later.at - self.at
 
 
-def test_of_replays_that_are_timed_the_last_times_are_kept_and_no_events() -> None:
+def test_only_the_last_replay_times_are_kept() -> None:
     statistics = BucketStatistics({"seq": 8}, [(2, 8)])
     for i in range(1000):
         statistics.note_timed(Event(0.0), Event(float(i)))

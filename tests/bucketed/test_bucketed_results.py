@@ -1,4 +1,4 @@
-"""What a bucketed program returns is what the program returns: its kind, its structure, its parts; and its copies."""
+"""Results of a bucketed program have the class, structure and parts of the program's results; copies of runners."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_registered_containers_go_in_and_come_out(device: str) -> None:
 
 
 @torch.no_grad()
-def test_objects_that_hold_tensors_come_back_as_their_kind(device: str) -> None:
+def test_objects_that_hold_tensors_come_back_as_their_class(device: str) -> None:
     def program(x: Tensor) -> dict[str, Any]:
         return {"scores": Scores(x.sum(0), [x.softmax(0)], "sums"), "none": None, "size": 3, "twice": (x, x)}
 
@@ -82,7 +82,7 @@ def test_objects_that_hold_tensors_come_back_as_their_kind(device: str) -> None:
 
 
 @torch.no_grad()
-def test_outputs_of_hugging_face_models_come_back_as_theirs(device: str) -> None:
+def test_hugging_face_outputs_come_back_as_their_class(device: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=30)).double().eval().to(device)
@@ -114,8 +114,8 @@ def test_a_copy_has_a_copy_of_the_program_and_no_graphs(device: str) -> None:
     model(x)
     copied = copy.deepcopy(model)
     assert copied.run.program is copied.inner
-    assert copied.run.recorder.max_graphs == 2
-    assert not copied.run.recorded()
+    assert copied.run.graph_cache.max_graphs == 2
+    assert not copied.run.captured_buckets()
     copied.inner.weight.mul_(2)
     for net in (model, copied, model, copied):
         torch.testing.assert_close(net(x), net.inner(x).softmax(0))

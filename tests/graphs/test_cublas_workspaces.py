@@ -101,7 +101,7 @@ def test_living_pools_have_distinct_streams() -> None:
     with torch.no_grad():
         for run in runs:
             run(x)
-    streams = [pool.stream.cuda_stream for run in runs for pool in run.recorder.pools.values()]
+    streams = [pool.stream.cuda_stream for run in runs for pool in run.graph_cache.pools.values()]
     assert len(set(streams)) == len(runs)
 
 

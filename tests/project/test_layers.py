@@ -26,7 +26,9 @@ REST = "..."
 
 ROOMS = {
     "subtensors.optim": f"{REST} updates __init__".split(),
-    "subtensors.bucketed": f"state calls report compilation bucket training fallbacks recorder {REST}".split(),
+    "subtensors.bucketed": (
+        f"state calls compilation fallbacks statistics bucket trained_bucket autograd_node {REST}".split()
+    ),
 }
 """Of a package its rooms and files, each of which may import from those before it."""
 

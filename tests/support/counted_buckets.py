@@ -15,7 +15,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.recorded = self.replayed = 0
-        record, replay, first = bucket_module.Bucket.record, bucket_module.Bucket.replay, GraphCache.first_answer
+        record, replay, first = bucket_module.Bucket.capture, bucket_module.Bucket.replay, GraphCache.first_call
 
         def counting_record(bucket: Any) -> None:
             self.recorded += 1
@@ -25,15 +25,15 @@ class Counted:
             self.replayed += 1
             replay(bucket, *args)
 
-        def uncounted_first(recorder: Any, *args: Any) -> Any:
+        def uncounted_first(graph_cache: Any, *args: Any) -> Any:
             replayed = self.replayed
-            answer = first(recorder, *args)
+            answer = first(graph_cache, *args)
             self.replayed = replayed
             return answer
 
-        patch.setattr(bucket_module.Bucket, "record", counting_record)
+        patch.setattr(bucket_module.Bucket, "capture", counting_record)
         patch.setattr(bucket_module.Bucket, "replay", counting_replay)
-        patch.setattr(GraphCache, "first_answer", uncounted_first)
+        patch.setattr(GraphCache, "first_call", uncounted_first)
 
     def take(self) -> tuple[int, int]:
         """Recordings and replays since the last time."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.report.statistics import BucketStatistics
 
 
 class PretendGraph:
@@ -108,16 +107,16 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
     pools: list[PretendPool] = []
     plain = GraphCache._new
 
-    def new(recorder: Any, is_followed: bool, *arguments: Any) -> Any:
-        bucket: Any = plain(recorder, is_followed, *arguments)
-        if trained or not is_followed:
-            if bucket.device not in recorder.pools:
+    def new(graph_cache: Any, requires_grad: bool, *arguments: Any) -> Any:
+        bucket: Any = plain(graph_cache, requires_grad, *arguments)
+        if trained or not requires_grad:
+            if bucket.device not in graph_cache.pools:
                 pools.append(PretendPool(watches))
-                recorder.pools[bucket.device] = pools[-1]
-            bucket.pool = recorder.pools[bucket.device]
+                graph_cache.pools[bucket.device] = pools[-1]
+            bucket.pool = graph_cache.pools[bucket.device]
             bucket.pool.buckets.append(bucket)
         return bucket
 
     patch.setattr(GraphCache, "_new", new)
-    patch.setattr(BucketStatistics, "is_sampled", lambda self: False)
+    patch.setattr(Bucket, "is_timed_replay", lambda self: False)
     return pools

@@ -1,51 +1,47 @@
-"""The roles of a call's arguments: sources of static inputs, fixed state, or part of the graph's key.
+"""The analysis of a call: the size of each Dim, the bucket, and the static input of each tensor.
 
-A call is looked up by its *key*: the true shapes and dtypes of its tensors, and its other arguments themselves. Each
-key is analyzed once, into a `CallSpec`: the size of each Dim, the bucket, and the static input of each tensor.
+An argument is copied into a static input, is read in place, or is a part of the bucket's key. A call is looked up by
+its key (`call_key.py`), and each key is analyzed once, into a `CallSpec`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.cache_key import has_parts, object_key
-from subtensors.bucketed.calls.flatten_objects import opened_arguments
-from subtensors.bucketed.state.tensor_snapshot import held_of
+from subtensors.bucketed.calls.call_format import FormatKey
+from subtensors.bucketed.calls.call_key import READ_IN_PLACE, Modes, leaf_key
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
 from subtensors.sizes.dims import Dim, SizeAgreement
-from subtensors.static.static_tensor import StaticAddressTensor
 
 if TYPE_CHECKING:
     import sympy
 
-FIXED = (torch.nn.Parameter, StaticAddressTensor)
-"""Tensors at a stable address, which a graph reads in place."""
-
-_LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+BucketKey: TypeAlias = tuple[object, ...]
+LeafDims: TypeAlias = tuple[str, Mapping[int, Dim] | None]
+"""The place of one leaf of a call among the arguments, in words, and its padded dims."""
 
 
 class NotCacheable(Exception):
     """These arguments have no bucket.
 
     Args:
-        why: the reason, in words.
+        reason: the reason, in words.
         error: the error of a size that is out of its Dim's range, if that is the reason.
     """
 
-    def __init__(self, why: str, error: SizeError | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, error: SizeError | None = None) -> None:
+        super().__init__(reason)
         self.error = error
 
 
@@ -58,9 +54,9 @@ class InputSpec:
         shape: the shape of the static input.
         dtype: the dtype of both.
         device: the device of both.
-        which: for each dim the index of its size among the call's true sizes, -1 for a dim without padding.
+        size_index: for each dim the index of its size among the call's true sizes, -1 for a dim without padding.
         dims: the padded dims of a PaddedTensor that the caller made, whose storage this is.
-        sizes: the index of its true sizes among the caller's `TrueSizes`; -1 for the call's own.
+        caller_index: the index of its true sizes among the spec's `caller_sizes`; -1 for the call's own.
         requires_grad: whether it requires grad.
     """
 
@@ -68,9 +64,9 @@ class InputSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    which: tuple[int, ...]
+    size_index: tuple[int, ...]
     dims: tuple[Factors, ...] | None = None
-    sizes: int = -1
+    caller_index: int = -1
     requires_grad: bool = False
 
 
@@ -98,8 +94,8 @@ class CallSpec:
         dims: the Dims that are padded in the call.
         sizes: their true sizes.
         buckets: their buckets.
-        sources: the tensors that are copied into static inputs.
-        caller: the true sizes of the caller's own PaddedTensors.
+        inputs: the tensors that are copied into static inputs.
+        caller_sizes: the true sizes of the caller's own PaddedTensors.
         host: every symbol's true size.
         bucket_key: the key of the bucket, unique to it.
         family_key: the key without the Dims' sizes, shared by all buckets of a program that differ only in these.
@@ -108,71 +104,20 @@ class CallSpec:
     dims: tuple[Dim, ...]
     sizes: tuple[int, ...]
     buckets: tuple[int, ...]
-    sources: tuple[InputSpec, ...]
-    caller: tuple[CallerSizes, ...]
+    inputs: tuple[InputSpec, ...]
+    caller_sizes: tuple[CallerSizes, ...]
     host: dict[sympy.Symbol, HostSize]
-    bucket_key: Any
-    family_key: Any
+    bucket_key: BucketKey
+    family_key: BucketKey
 
 
-def is_flat(leaves: Sequence[Any]) -> bool:
-    """Return whether no leaf is a container."""
-    return all(isinstance(x, _LEAVES) for x in leaves)
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of a call's arguments and their structure, which is None if no argument is a container."""
-    leaves = [*args, *kwargs.values()]
-    if is_flat(leaves):
-        return leaves, None
-    found, spec = pytree.tree_flatten((args, kwargs))
-    if any(map(dataclasses.is_dataclass, found)):
-        found, spec = pytree.tree_flatten(opened_arguments((args, kwargs)))
-    return found, spec
-
-
-def unflatten(
-    leaves: Sequence[Any], spec: Any, count: int, names: Sequence[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with these leaves; the inverse of `flatten`."""
-    if spec is not None:
-        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        return args, kwargs
-    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-
-
-def leaf_key(x: Any) -> Any:
-    """Return the part of a call's key for one leaf: metadata for a tensor, otherwise the value with its type."""
-    kind = type(x)
-    if kind is Tensor:
-        return x.shape, x.dtype, x.get_device(), x.requires_grad, x.layout
-    if kind is PaddedTensor:
-        sizes = x._sizes
-        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
-        return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
-    if issubclass(kind, FIXED):
-        # A gradient belongs to the tensor itself, even if others share its memory.
-        return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), held_of(x) or id(x)
-    if kind is float:
-        return kind, x.hex()  # which tells -0.0 from 0.0, and is the same for every NaN
-    if has_parts(x):
-        return kind, x, object_key(x)
-    return kind, x
-
-
-def sharing(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Return for each of the caller's PaddedTensors the index of the first one that shares its true sizes."""
-    found = [id(x._sizes) for x in leaves if type(x) is PaddedTensor]
-    return tuple(map(found.index, found))
-
-
-def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | None]], shared: Any) -> CallSpec:
+def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[FormatKey, Modes]) -> CallSpec:
     """Analyze the leaves of a call.
 
     Args:
         leaves: the arguments' leaves.
         places: for each leaf its place and padded dims.
-        shared: further parts of the bucket's key.
+        form: further parts of the bucket's key: the format of the call, and its modes.
 
     Raises:
         SizeError: one Dim has two sizes.
@@ -195,17 +140,18 @@ def read(leaves: Sequence[Any], places: Sequence[tuple[str, Mapping[int, Dim] | 
         if host.setdefault(dim.symbol, size) != size:
             raise SizeError(f"{dim.name} is {size} in one argument and {host[dim.symbol]} in a PaddedTensor")
     order = {key: n for n, key in enumerate(caller)}
-    found = [_source(i, x, padded.get(i, {}), dims, buckets, order) for i, x in enumerate(leaves)]
+    found = [_input_spec(i, x, padded.get(i, {}), dims, buckets, order) for i, x in enumerate(leaves)]
     sources = [source for source in found if source is not None]
     rest = [(i, leaf_key(x)) for i, (x, source) in enumerate(zip(leaves, found, strict=True)) if source is None]
-    key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), shared
+    key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), form
     open_sources = tuple(
-        replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.which, strict=True))) for s in sources
+        replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.size_index, strict=True)))
+        for s in sources
     )
     return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
-def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
+def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
     """Return the Dims of one leaf of a call, each with the leaf's size.
 
     Args:
@@ -217,11 +163,11 @@ def seen(x: Any, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
     return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
-def padded_leaves(leaves: Sequence[Any], reading: CallSpec, device: torch.device) -> list[Any]:
+def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device) -> list[PyTree]:
     """Return a call's leaves padded to their bucket; like those of a graph, they share one `TrueSizes`."""
-    dims = {s.leaf: {d: reading.dims[k] for d, k in enumerate(s.which) if k >= 0} for s in reading.sources}
-    values = torch.tensor(reading.sizes, dtype=torch.int64, device=device)
-    sizes = TrueSizes(tuple(dim.symbol for dim in reading.dims), reading.buckets, values, reading.sizes)
+    dims = {s.leaf: {d: spec.dims[k] for d, k in enumerate(s.size_index) if k >= 0} for s in spec.inputs}
+    values = torch.tensor(spec.sizes, dtype=torch.int64, device=device)
+    sizes = TrueSizes(tuple(dim.symbol for dim in spec.dims), spec.buckets, values, spec.sizes)
     found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
     for x, given in zip(found, leaves, strict=True):
         if x is not given and isinstance(x, PaddedTensor):
@@ -229,13 +175,13 @@ def padded_leaves(leaves: Sequence[Any], reading: CallSpec, device: torch.device
     return found
 
 
-def device_of(reading: CallSpec, state: Iterable[Tensor]) -> torch.device:
-    """Return the device of a call: that of its arguments, or else of the program's state, or else the CPU.
+def device_of(spec: CallSpec, state: Iterable[Tensor]) -> torch.device:
+    """Return the device of a call: its arguments', else the state's, else the CPU.
 
     Raises:
         NotCacheable: there are several.
     """
-    devices = {source.device for source in reading.sources} or {t.device for t in state}
+    devices = {source.device for source in spec.inputs} or {t.device for t in state}
     if len(devices) > 1:
         raise NotCacheable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
     return devices.pop() if devices else torch.device("cpu")
@@ -253,8 +199,13 @@ def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAg
     }
 
 
-def _source(
-    leaf: int, x: Any, padded: Mapping[int, Dim], dims: tuple[Dim, ...], buckets: tuple[int, ...], order: dict[int, int]
+def _input_spec(
+    leaf: int,
+    x: PyTree,
+    padded: Mapping[int, Dim],
+    dims: tuple[Dim, ...],
+    buckets: tuple[int, ...],
+    order: dict[int, int],
 ) -> InputSpec | None:
     """Return the static input that a leaf is copied into; None if the leaf is part of the key.
 
@@ -268,14 +219,14 @@ def _source(
     if isinstance(x, PaddedTensor):
         n = order[id(x._sizes)] if x._sizes is not None else -1
         return InputSpec(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
-    if isinstance(x, Tensor) and not isinstance(x, FIXED):
+    if isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE):
         if type(x) is not Tensor:
             raise NotCacheable(f"an argument is a {type(x).__name__}")
         if x.layout is not torch.strided:
             raise NotCacheable(f"an argument has the layout {x.layout}")
-        which = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
-        shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, which, strict=True))
-        return InputSpec(leaf, shape, x.dtype, x.device, which, requires_grad=x.requires_grad)
+        size_index = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
+        shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, size_index, strict=True))
+        return InputSpec(leaf, shape, x.dtype, x.device, size_index, requires_grad=x.requires_grad)
     if getattr(x, "is_compileable", True) is False:
         raise NotCacheable(f"an argument is a {type(x).__name__}, whose tensors are replaced in each call")
     if isinstance(x, Iterator):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.flatten_objects import opened_arguments
+from subtensors.bucketed.calls.call_spec import LeafDims
+from subtensors.bucketed.calls.python_objects import flatten_argument_objects
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.sizes.dims import Dim
 
 
@@ -26,12 +28,12 @@ class ArgumentDims:
         TypeError, ValueError: `dims` is none of these, or names an argument that the program doesn't take.
     """
 
-    def __init__(self, program: Callable[..., Any], dims: Mapping[Any, Any]) -> None:
+    def __init__(self, program: Callable[..., object], dims: Mapping[Any, object]) -> None:
         if not isinstance(dims, Mapping) or not dims:
             raise TypeError(f"dims are given by argument, such as {{'input_ids': {{1: seq}}}}; got {dims!r}")
         self.everywhere = _padded_dims(dims) if _is_padded_dims(dims) else None
         self.names, self.positional, takes_any, takes_more = _parameter_names(program)
-        self.by_name: dict[str | int, Any] = {}
+        self.by_name: dict[str | int, PyTree] = {}
         for key, given in {} if self.everywhere else dims.items():
             if isinstance(key, str) and not takes_any and key not in self.names:
                 raise ValueError(f"dims name an argument {key!r}, and {_name(program)} takes {', '.join(self.names)}")
@@ -47,19 +49,19 @@ class ArgumentDims:
             if self.distinct.setdefault(dim.name, dim) != dim:
                 raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
 
-    def of_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Mapping[int, Dim] | None]]:
+    def of_leaves(self, args: Args, kwargs: Kwargs) -> list[LeafDims]:
         """Return for each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
-        found: list[tuple[str, Mapping[int, Dim] | None]] = []
+        found: list[LeafDims] = []
         named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
-            for path in _paths(opened_arguments(x)):
-                found.append((place + pytree.keystr(path), _below(given, path)))
+            for path in _paths(flatten_argument_objects(x)):
+                found.append((place + pytree.keystr(path), _dims_at(given, path)))
         return found
 
 
-def _is_padded_dims(given: Any) -> bool:
+def _is_padded_dims(given: object) -> TypeGuard[Mapping[int, Dim]]:
     return (
         isinstance(given, Mapping)
         and bool(given)
@@ -69,11 +71,11 @@ def _is_padded_dims(given: Any) -> bool:
     )
 
 
-def _padded_dims(given: Mapping[int, Any]) -> dict[int, Dim]:
+def _padded_dims(given: Mapping[int, Dim | int]) -> dict[int, Dim]:
     return {d: dim if isinstance(dim, Dim) else Dim(f"dim{d}", max=dim, buckets=[dim]) for d, dim in given.items()}
 
 
-def _checked(given: Any, place: str) -> Any:
+def _checked(given: PyTree, place: str) -> PyTree:
     """Return a pytree of padded dims with every one given as a Dim."""
     if given is None or (isinstance(given, Mapping) and not given):
         return None
@@ -83,10 +85,10 @@ def _checked(given: Any, place: str) -> Any:
         return {key: _checked(value, f"{place}[{key!r}]") for key, value in given.items()}
     if isinstance(given, (list, tuple)):
         return [_checked(value, f"{place}[{i}]") for i, value in enumerate(given)]
-    raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a nest of those; got {given!r}")
+    raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a pytree of those; got {given!r}")
 
 
-def _paths(x: Any) -> list[tuple[Any, ...]]:
+def _paths(x: PyTree) -> list[tuple[pytree.KeyEntry, ...]]:
     """Return the pytree paths of a container's leaves; parts of a class registered without names are numbered."""
     try:
         return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
@@ -99,14 +101,14 @@ def _paths(x: Any) -> list[tuple[Any, ...]]:
         return [(step, *path) for step, part in zip(steps, parts, strict=True) for path in _paths(part)]
 
 
-def _all_dims(given: Any) -> list[Dim]:
+def _all_dims(given: PyTree) -> list[Dim]:
     if isinstance(given, Dim):
         return [given]
     parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, list) else ()
     return [dim for part in parts for dim in _all_dims(part)]
 
 
-def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
+def _dims_at(given: PyTree, path: Sequence[object]) -> Mapping[int, Dim] | None:
     """Return the padded dims of the leaf at a path below an argument."""
     for step in path:
         if given is None or _is_padded_dims(given):
@@ -119,7 +121,7 @@ def _below(given: Any, path: Sequence[Any]) -> Mapping[int, Dim] | None:
     return given if _is_padded_dims(given) else None
 
 
-def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str], bool, bool]:
+def _parameter_names(program: Callable[..., object]) -> tuple[list[str], list[str], bool, bool]:
     """Return a program's parameter names, the positional ones, and whether it takes more.
 
     The last two values say whether it takes any others by name, and by position.
@@ -135,5 +137,5 @@ def _parameter_names(program: Callable[..., Any]) -> tuple[list[str], list[str],
     return named, positional, inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def _name(program: Callable[..., Any]) -> str:
+def _name(program: Callable[..., object]) -> str:
     return getattr(program, "__name__", type(program).__name__)

@@ -1,8 +1,8 @@
-"""The results of a program at the bucket's size, from which each call cuts its true sizes."""
+"""The results of a program at the bucket's size, from which each call copies its part, cut to its true sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.flatten_objects import opened_results
+from subtensors.bucketed.calls.python_objects import flatten_result_objects
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
@@ -22,7 +23,7 @@ from subtensors.padded.padding import unpad_value
 if TYPE_CHECKING:
     import sympy
 
-Cut = Callable[[], Any]
+Cut = Callable[[], PyTree]
 """Returns one leaf of a call's result, in memory of its own."""
 
 
@@ -33,16 +34,16 @@ class Output:
     Args:
         value: a tensor of the bucket's size, or any other value.
         dims: a padded tensor's dims.
-        symbols, buckets, rows: those of its true sizes.
+        symbols, buckets, rows: of its true sizes, as in `TrueSizes`.
     """
 
-    value: Any
+    value: PyTree
     dims: tuple[Factors, ...] | None = None
     symbols: tuple[sympy.Symbol, ...] = ()
     buckets: tuple[int, ...] = ()
     rows: int | None = None
 
-    def cut(self, host: dict[sympy.Symbol, HostSize]) -> Cut:
+    def cut(self, host: Mapping[sympy.Symbol, HostSize]) -> Cut:
         """Return a function that copies a call's part of this leaf, cut to these true sizes.
 
         Args:
@@ -53,24 +54,23 @@ class Output:
             return lambda: value
         if self.dims is None or not any(map(is_padded, self.dims)):
             return lambda: value.clone(memory_format=torch.preserve_format)
-        known = {symbol: host[symbol] for symbol in self.symbols}
+        known: Any = {symbol: host[symbol] for symbol in self.symbols}
         if self.rows is None and all(len(factors) == 1 for factors in self.dims):
-            numbers: Any = known
-            shape = [size_on_host(size_of(factors), numbers) for factors in self.dims]
+            shape = [size_on_host(size_of(factors), known) for factors in self.dims]
             stride = value.stride()
             offset = value.storage_offset()
             contiguous = torch.contiguous_format
             return lambda: value.as_strided(shape, stride, offset).clone(memory_format=contiguous)
         sizes = self._sizes(known)
-        whole = PaddedValue(value, self.dims, sizes)
+        full = PaddedValue(value, self.dims, sizes)
 
-        def general() -> Any:
-            part = unpad_value(whole)
+        def cut_padded() -> PyTree:
+            part = unpad_value(full)
             return [row.clone() for row in part] if isinstance(part, list) else part.clone()
 
-        return general
+        return cut_padded
 
-    def _sizes(self, known: dict[sympy.Symbol, HostSize]) -> TrueSizes:
+    def _sizes(self, known: Mapping[sympy.Symbol, HostSize]) -> TrueSizes:
         host = tuple(known[symbol] for symbol in self.symbols)
         if self.rows is not None:
             host = tuple((size,) * self.rows if isinstance(size, int) else size for size in host)
@@ -78,58 +78,59 @@ class Output:
 
 
 class Outputs:
-    """The whole result of a program.
+    """The result of a program, all leaves of it.
 
     Args:
         leaves: the leaves of the result.
-        spec: its structure.
+        structure: its pytree structure.
         is_leaf: whether the result is itself a leaf.
     """
 
-    def __init__(self, leaves: list[Output], spec: Any, is_leaf: bool) -> None:
-        self.leaves, self.spec, self.is_leaf = leaves, spec, is_leaf
+    def __init__(self, leaves: list[Output], structure: pytree.TreeSpec, is_leaf: bool) -> None:
+        self.leaves, self.structure, self.is_leaf = leaves, structure, is_leaf
 
     def detached(self) -> Outputs:
         """Return the same outputs, detached from the autograd graph."""
         leaves = [replace(x, value=x.value.detach()) if isinstance(x.value, Tensor) else x for x in self.leaves]
-        return Outputs(leaves, self.spec, self.is_leaf)
+        return Outputs(leaves, self.structure, self.is_leaf)
 
     def tensors(self) -> list[Tensor]:
         """Return the leaves that are tensors."""
         return [x.value for x in self.leaves if isinstance(x.value, Tensor)]
 
-    def roots(self) -> list[int]:
+    def grad_indices(self) -> list[int]:
         """Return the indices of the leaves that require grad."""
         return [i for i, x in enumerate(self.leaves) if isinstance(x.value, Tensor) and x.value.requires_grad]
 
-    def elsewhere(self, places: Mapping[Tensor, Tensor]) -> Outputs:
+    def with_replaced(self, replacements: Mapping[Tensor, Tensor]) -> Outputs:
         """Return the same outputs with some tensors replaced by others."""
         leaves = [
-            replace(x, value=places.get(x.value, x.value)) if isinstance(x.value, Tensor) else x for x in self.leaves
+            replace(x, value=replacements.get(x.value, x.value)) if isinstance(x.value, Tensor) else x
+            for x in self.leaves
         ]
-        return Outputs(leaves, self.spec, self.is_leaf)
+        return Outputs(leaves, self.structure, self.is_leaf)
 
     @staticmethod
-    def of(result: Any, given: Sequence[Any] = ()) -> Outputs:
+    def of(result: PyTree, given: Sequence[PyTree] = ()) -> Outputs:
         """Build the outputs of a program from its result, any pytree; PaddedTensors in it are cut for each call.
 
         Args:
             result: the result; an object that holds tensors, such as a cache, is copied with its tensors.
             given: the program's arguments, which are returned as they are.
         """
-        leaves, spec = pytree.tree_flatten(opened_results(result, {id(x) for x in given}))
+        leaves, spec = pytree.tree_flatten(flatten_result_objects(result, {id(x) for x in given}))
         return Outputs([_output(leaf) for leaf in leaves], spec, len(leaves) == 1 and leaves[0] is result)
 
-    def cuts(self, host: dict[sympy.Symbol, HostSize]) -> list[Cut]:
+    def cuts(self, host: Mapping[sympy.Symbol, HostSize]) -> list[Cut]:
         """Return for each leaf a function that copies a call's part of it, cut to these true sizes."""
         return [leaf.cut(host) for leaf in self.leaves]
 
-    def assembled(self, leaves: list[Any]) -> Any:
-        """Return the result with these leaves."""
-        return leaves[0] if self.is_leaf else pytree.tree_unflatten(leaves, self.spec)
+    def rebuild(self, leaves: list[PyTree]) -> PyTree:
+        """Return the result with these leaves in place of its own."""
+        return leaves[0] if self.is_leaf else pytree.tree_unflatten(leaves, self.structure)
 
 
-def _output(leaf: Any) -> Output:
+def _output(leaf: PyTree) -> Output:
     if not isinstance(leaf, PaddedTensor):
         return Output(leaf)
     value = unwrap_with_grad(leaf)
@@ -137,3 +138,34 @@ def _output(leaf: Any) -> Output:
     if sizes is None:
         return Output(value.dense)
     return Output(value.dense, value.dims, sizes.symbols, sizes.buckets, sizes.rows)
+
+
+def cut_and_copy_aliases(results: Iterable[PyTree], aliased: Iterable[object]) -> list[PyTree]:
+    """Return the leaves of a result: padded ones cut to their valid part, and copies of those that alias others.
+
+    Args:
+        results: leaves of any kind.
+        aliased: the program's arguments and state.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> [t is x for t in cut_and_copy_aliases([x, x[:1]], [])], [t is x for t in cut_and_copy_aliases([x], [x])]
+        ([True, False], [False])
+    """
+    addresses = set(map(_memory, aliased)) - {None}
+    return [_copy_if_aliased(x, addresses) for x in results]
+
+
+def _copy_if_aliased(x: PyTree, addresses: Collection[int | None]) -> PyTree:
+    if not isinstance(x, PaddedTensor):
+        return x.clone() if isinstance(x, Tensor) and _memory(x) in addresses else x
+    part = x.unpad()
+    return [row.clone() for row in part] if isinstance(part, list) else part.clone()
+
+
+def _memory(x: object) -> int | None:
+    """Return the address of a tensor's storage; None if it has none, or if `x` is no tensor."""
+    try:
+        return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or a subclass of several tensors
+        return None

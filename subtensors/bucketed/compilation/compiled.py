@@ -3,73 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.outputs import Output, Outputs
-from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic
+from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, TraceableProgram
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.tracing.shape_template import Template
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.bucket import Bucket
+    import sympy
+
+OutputRest: TypeAlias = "tuple[list[OutputMetadata | OutputValue], pytree.TreeSpec, bool]"
+"""Outputs without their tensors: the rest of each leaf, the pytree structure, and whether the result is a leaf."""
+
+OutputValue: TypeAlias = tuple[object]
+"""A leaf that is no tensor."""
+
+OutputMetadata: TypeAlias = (
+    "tuple[list[list[tuple[int, sympy.Expr]]] | None, list[sympy.Symbol], list[int], int | None]"
+)
+"""The dims, symbols, buckets and rows of a tensor."""
 
 
-class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
+class Compiled(SizePolymorphic[TraceableProgram, tuple[Template, DynamicCode]]):
     """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    _written: frozenset[int] = frozenset()
+    _written_inputs: frozenset[int] = frozenset()
 
     @property
     def compilations(self) -> int:
         """The number of compilations."""
-        return sum(len(code.made) for _, code in self.every())
+        return sum(len(code.compiled) for _, code in self.traces())
 
-    def run(self, bucket: Bucket) -> Outputs:
+    def run(self, bucket: TraceableProgram) -> Outputs:
         """Run the compiled program on a bucket's static inputs."""
-        template, code = self.at(bucket)
-        sizes, inputs = bucket.reading.buckets, bucket.inputs()
+        template, code = self.trace_for(bucket)
+        sizes, inputs = bucket.spec.buckets, bucket.inputs()
         # Casts are in the graph: in the caller's autocast there would be more.
         with torch.autocast(bucket.device.type, enabled=False, cache_enabled=False):
-            tensors = code.at(sizes, inputs, self.open_dims(bucket))(*inputs)
-        bucket.written |= self._written
-        return assembled(tensors, template.extra(sizes))
+            tensors = code.compiled_for(sizes, inputs, self.dynamic_dims(bucket))(*inputs)
+        bucket.written_inputs |= self._written_inputs
+        return join_outputs(tensors, template.extra(sizes))
 
-    def traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[Template, DynamicCode]:
+    def trace(self, bucket: TraceableProgram, points: Sequence[tuple[int, ...]]) -> tuple[Template, DynamicCode]:
         """See `SizePolymorphic`."""
-        made = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
-        self._written |= bucket.written
-        share_inputs(made.module)
-        return made, DynamicCode(made.module, self.options)
+        template = Template(
+            lambda inputs: split_outputs(bucket.run_on(inputs)), bucket.zero_inputs, points, self.dim_inputs
+        )
+        self._written_inputs |= bucket.written_inputs
+        share_inputs(template.module)
+        return template, DynamicCode(template.module, self.options)
 
 
-def taken_apart(outputs: Outputs) -> tuple[list[Tensor], Any]:
+def split_outputs(outputs: Outputs) -> tuple[list[Tensor], OutputRest]:
     """Split a program's outputs into their tensors and the rest, with every bucket as a number."""
     tensors: list[Tensor] = []
-    rest: list[tuple[Any, ...]] = []
+    rest: list[OutputMetadata | OutputValue] = []
     for leaf in outputs.leaves:
         if not isinstance(leaf.value, Tensor):
-            rest.append(("value", leaf.value))
+            rest.append((leaf.value,))
             continue
         tensors.append(leaf.value)
-        dims = leaf.dims and [[(f.bucket, f.size) for f in factors] for factors in leaf.dims]
-        rest.append(("tensor", dims, list(leaf.symbols), list(leaf.buckets), leaf.rows))
-    return tensors, (rest, outputs.spec, outputs.is_leaf)
+        dims = None if leaf.dims is None else [[(f.bucket, f.size) for f in factors] for factors in leaf.dims]
+        rest.append((dims, list(leaf.symbols), list(leaf.buckets), leaf.rows))
+    return tensors, (rest, outputs.structure, outputs.is_leaf)
 
 
-def assembled(tensors: Sequence[Tensor], extra: Any) -> Outputs:
-    """Rebuild the outputs that `taken_apart` split."""
-    rest, spec, is_leaf = extra
-    left = iter(tensors)
+def join_outputs(tensors: Sequence[Tensor], extra: OutputRest) -> Outputs:
+    """Rebuild the outputs that `split_outputs` split."""
+    rest, structure, is_leaf = extra
+    remaining = iter(tensors)
     leaves = []
-    for kind, *fields in rest:
-        if kind == "value":
+    for fields in rest:
+        if len(fields) == 1:
             leaves.append(Output(fields[0]))
             continue
         dims, symbols, buckets, rows = fields
         padded = None if dims is None else tuple(tuple(Factor(*f) for f in factors) for factors in dims)
-        leaves.append(Output(next(left), padded, tuple(symbols), tuple(buckets), rows))
-    return Outputs(leaves, spec, is_leaf)
+        leaves.append(Output(next(remaining), padded, tuple(symbols), tuple(buckets), rows))
+    return Outputs(leaves, structure, is_leaf)

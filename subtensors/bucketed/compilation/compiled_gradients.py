@@ -7,26 +7,53 @@ saves what is expensive to recompute, and a backward. Each is compiled once, wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.compilation.compiled import assembled, taken_apart
-from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, places_of
-from subtensors.bucketed.state.program_state import leaves_behind
+from subtensors.bucketed.compilation.compiled import join_outputs, split_outputs
+from subtensors.bucketed.compilation.size_polymorphic import (
+    CompileOptions,
+    DynamicCode,
+    SizePolymorphic,
+    TraceableProgram,
+    dim_inputs,
+)
+from subtensors.bucketed.state.program_state import State, leaf_ids_of
 from subtensors.dispatch.ops.plain_types import detached
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
 from subtensors.dispatch.tracing.joint_graph import Halves
 from subtensors.dispatch.tracing.shape_template import NoTemplate, Template
 
-if TYPE_CHECKING:
-    from subtensors.bucketed.training.trained_bucket import TrainedBucket
-
 _log = logging.getLogger("subtensors.bucketed")
+
+_JointRest: TypeAlias = tuple[object, ...]
+
+
+class DifferentiableProgram(TraceableProgram, Protocol):
+    """A bucket as compiled gradients need it: its tensors that require grad, besides its inputs."""
+
+    state: State
+
+    def aliased_parameters(self) -> list[Tensor]:
+        """Return the parameters that aliases can replace."""
+        ...
+
+    def grad_tensors_in_place(self) -> list[Tensor]:
+        """Return the tensors that are read in place and require grad."""
+        ...
+
+    def check(self, outputs: Outputs) -> None:
+        """Raise if the gradients of these results cannot be captured."""
+        ...
+
+    def check_leaves(self, leaf_ids: set[int], aliases: Iterable[Tensor]) -> None:
+        """Raise if a leaf would get no gradient."""
+        ...
 
 
 class Joint:
@@ -41,47 +68,51 @@ class Joint:
         NoTemplate, NotFunctional: there is no such graph.
     """
 
-    def __init__(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]], options: dict[str, Any]) -> None:
-        params = bucket.replaced()
+    def __init__(
+        self, bucket: DifferentiableProgram, points: Sequence[tuple[int, ...]], options: CompileOptions
+    ) -> None:
+        params = bucket.aliased_parameters()
         self.template = Template(
             lambda inputs: _joint(bucket, inputs),
-            lambda sizes: [*bucket.zeros(sizes), *map(detached, params)],
+            lambda sizes: [*bucket.zero_inputs(sizes), *map(detached, params)],
             points,
-            places_of(bucket.reading),
+            dim_inputs(bucket.spec),
             simplified=True,
         )
-        *_, self.is_present, self.roots_at, self.count = self.template.extra(points[0])
-        self.halves = Halves(self.template.module, self.count, sum(self.is_present), self.template.traces)
+        *_, self.is_present, self.roots_at, self.num_results = self.template.extra(points[0])
+        self.halves = Halves(self.template.module, self.num_results, sum(self.is_present), self.template.traces)
         self.forward = DynamicCode(self.halves.forward, options)
         self.backward = DynamicCode(self.halves.backward, options)
 
 
-class CompiledGradients(SizePolymorphic[Joint]):
+class CompiledGradients(SizePolymorphic[DifferentiableProgram, Joint]):
     """A program tracked by autograd, as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    refusal = ""
+    not_compiled_reason = ""
     """The reason why it runs uncompiled, or ""."""
 
     @property
     def compilations(self) -> int:
         """The number of compilations, each of a forward and a backward."""
-        return sum(len(joint.forward.made) for joint in self.every())
+        return sum(len(joint.forward.compiled) for joint in self.traces())
 
-    def prepare(self, bucket: TrainedBucket) -> None:
-        """Trace the program if it was not traced yet; if it can't be compiled, set `refusal` to the reason."""
-        if self.refusal:
+    def prepare(self, bucket: DifferentiableProgram) -> None:
+        """Trace the program if it was not traced yet; if it can't be compiled, set `not_compiled_reason`."""
+        if self.not_compiled_reason:
             return
         try:
-            self.at(bucket)
-        except (NoTemplate, NotFunctional) as why:
-            self.refusal = str(why)
-            _log.warning("it runs uncompiled where autograd tracks the call: %s", why)
+            self.trace_for(bucket)
+        except (NoTemplate, NotFunctional) as reason:
+            self.not_compiled_reason = str(reason)
+            _log.warning("it runs uncompiled where autograd tracks the call: %s", reason)
 
-    def traced(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]]) -> Joint:
+    def trace(self, bucket: DifferentiableProgram, points: Sequence[tuple[int, ...]]) -> Joint:
         """See `SizePolymorphic`."""
         return Joint(bucket, points, self.options)
 
-    def forward(self, bucket: TrainedBucket, given: Sequence[Tensor]) -> tuple[Outputs, list[int], list[Tensor]]:
+    def forward(
+        self, bucket: DifferentiableProgram, given: Sequence[Tensor]
+    ) -> tuple[Outputs, list[int], list[Tensor]]:
         """Run the program.
 
         Args:
@@ -91,16 +122,16 @@ class CompiledGradients(SizePolymorphic[Joint]):
         Returns:
             The results, the indices of those that require grad, and the tensors saved for the backward.
         """
-        joint, sizes = self.at(bucket), bucket.reading.buckets
+        joint, sizes = self.trace_for(bucket), bucket.spec.buckets
         inputs = list(map(detached, given))
-        with _as_traced(bucket):
-            found = joint.forward.at(sizes, inputs, self.open_dims(bucket))(*inputs)
-        rest, spec, is_leaf, *_ = joint.template.extra(sizes)
-        outputs = assembled(found[: joint.count], (rest, spec, is_leaf))
-        return outputs, joint.roots_at, found[joint.count :]
+        with _traced_modes(bucket):
+            found = joint.forward.compiled_for(sizes, inputs, self.dynamic_dims(bucket))(*inputs)
+        rest, structure, is_leaf, *_ = joint.template.extra(sizes)
+        outputs = join_outputs(found[: joint.num_results], (rest, structure, is_leaf))
+        return outputs, joint.roots_at, found[joint.num_results :]
 
     def backward(
-        self, bucket: TrainedBucket, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
+        self, bucket: DifferentiableProgram, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Compute the gradients of the differentiated tensors, None where there is none.
 
@@ -110,23 +141,26 @@ class CompiledGradients(SizePolymorphic[Joint]):
             given: as in `forward`.
             tangents: the gradients of the results that require grad.
         """
-        joint, sizes = self.at(bucket), bucket.reading.buckets
+        joint, sizes = self.trace_for(bucket), bucket.spec.buckets
         read = joint.halves.read
         inputs = [*saved, *[detached(given[i]) for i in read], *tangents]
-        open_dims: list[tuple[int, int]] = []
-        if self.one is not None:
+        dynamic_dims: list[tuple[int, int]] = []
+        if self.shared_trace is not None:
             count = len(saved)
-            own = [(count + read.index(i), d) for i, d in self.open_dims(bucket) if i in read]
+            dims = [(count + read.index(i), d) for i, d in self.dynamic_dims(bucket) if i in read]
             at = [*range(count), *range(count + len(read), len(inputs))]
-            open_dims = [*own, *[(i, d) for i, dims in zip(at, joint.halves.varying, strict=True) for d in dims]]
+            dynamic_dims = [
+                *dims,
+                *[(i, d) for i, varying in zip(at, joint.halves.varying, strict=True) for d in varying],
+            ]
         saved.clear()
-        with _as_traced(bucket):
-            found = iter(joint.backward.at(sizes, inputs, open_dims).consume(inputs))
+        with _traced_modes(bucket):
+            found = iter(joint.backward.compiled_for(sizes, inputs, dynamic_dims).consume(inputs))
         return [next(found) if is_present else None for is_present in joint.is_present]
 
 
 @contextmanager
-def _as_traced(bucket: TrainedBucket) -> Iterator[None]:
+def _traced_modes(bucket: DifferentiableProgram) -> Iterator[None]:
     """A context without grad mode and autocast, since the graph contains its gradients and casts.
 
     The modes are the same for every caller: compiled code is recompiled in other modes, which would fail in a capture.
@@ -135,30 +169,31 @@ def _as_traced(bucket: TrainedBucket) -> Iterator[None]:
         yield
 
 
-def _joint(bucket: TrainedBucket, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+def _joint(bucket: DifferentiableProgram, inputs: Sequence[Tensor]) -> tuple[list[Tensor], _JointRest]:
     """Run the program and compute its gradients.
 
     Returns:
         Results, gradients, and tangents for the results that require grad; then the rest of what the program returns,
         which gradients are present, the indices of the results that require grad, and the number of result tensors.
     """
-    count = len(inputs) - len(bucket.replaced())
-    sources = bucket.reading.sources
+    count = len(inputs) - len(bucket.aliased_parameters())
+    sources = bucket.spec.inputs
     statics = [x.detach().requires_grad_() if s.requires_grad else x for s, x in zip(sources, inputs, strict=False)]
     leaves = [x.detach().requires_grad_() for x in inputs[count:]]
-    own = dict(zip(map(id, bucket.replaced()), leaves, strict=True))
-    with torch.enable_grad(), bucket.state.own_leaves(own):
+    aliases = dict(zip(map(id, bucket.aliased_parameters()), leaves, strict=True))
+    with torch.enable_grad(), bucket.state.swapped_parameters(aliases):
         outputs = bucket.run_on([*statics, *inputs[len(statics) : count]])
         bucket.check(outputs)
-        roots_at = outputs.roots()
+        roots_at = outputs.grad_indices()
         roots = [outputs.leaves[i].value for i in roots_at]
-        behind = leaves_behind(roots)
-        if behind & own.keys():
+        leaf_ids = leaf_ids_of(roots)
+        if leaf_ids & aliases.keys():
             raise NotFunctional("a parameter is read from elsewhere than its module")
-        bucket.check_leaves(behind, leaves)
-        wrt = [*[x for x in statics if x.requires_grad], *[own.get(id(t), t) for t in bucket.fixed()]]
+        bucket.check_leaves(leaf_ids, leaves)
+        in_place = [aliases.get(id(t), t) for t in bucket.grad_tensors_in_place()]
+        wrt = [*[x for x in statics if x.requires_grad], *in_place]
         tangents = [torch.ones_like(root) for root in roots]
         gradients = torch.autograd.grad(roots, wrt, tangents, allow_unused=True)
-    tensors, extra = taken_apart(outputs.detached())
+    tensors, extra = split_outputs(outputs.detached())
     present = [g for g in gradients if g is not None]
     return [*tensors, *present, *tangents], (*extra, [g is not None for g in gradients], roots_at, len(tensors))

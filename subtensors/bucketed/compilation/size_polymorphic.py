@@ -11,24 +11,95 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor, fx
 
+from subtensors.bucketed.calls.call_spec import BucketKey, CallSpec
+from subtensors.bucketed.calls.outputs import Outputs
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.dispatch.torch_internals import compiler
 from subtensors.dispatch.torch_internals.compiler import CompiledGraph
 from subtensors.dispatch.tracing.shape_template import NoTemplate, Place, grid
 from subtensors.sizes.dims import Dim
 
-if TYPE_CHECKING:
-    from subtensors.bucketed.bucket import Bucket
-    from subtensors.bucketed.calls.call_spec import CallSpec
-
 _log = logging.getLogger("subtensors.bucketed")
 
+CompileOptions: TypeAlias = dict[str, object]
+"""The options of `torch.compile`."""
+
+
+class TraceableProgram(Protocol):
+    """A bucket as compiled code needs it: its inputs, and runs of the program on inputs of other sizes."""
+
+    spec: CallSpec
+    device: torch.device
+    written_inputs: set[int]
+
+    def inputs(self) -> list[Tensor]:
+        """Return the static inputs."""
+        ...
+
+    def zero_inputs(self, buckets: tuple[int, ...]) -> list[Tensor]:
+        """Return zero-filled inputs at other bucket sizes."""
+        ...
+
+    def run_on(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Run the program."""
+        ...
+
+
+class CompiledCode(Protocol):
+    """Code that was compiled some number of times."""
+
+    @property
+    def compilations(self) -> int:
+        """The number of compilations."""
+        ...
+
+
 T = TypeVar("T")
+P = TypeVar("P", bound=TraceableProgram)
+C = TypeVar("C", bound=CompiledCode)
+
+
+class CompileCache:
+    """The compiled code of each family of calls seen so far, whose members differ in sizes alone.
+
+    Args:
+        options: of `torch.compile`; None if compilation is off.
+    """
+
+    def __init__(self, options: CompileOptions | None) -> None:
+        self.options = options
+        self.by_family: dict[BucketKey, CompiledCode] = {}
+        self._dropped_compilations = 0
+
+    def code_for(self, bucket: P, make: Callable[[P, CompileOptions], C]) -> C | None:
+        """Return the compiled code that a bucket runs, or None if compilation is off.
+
+        Args:
+            bucket: any of a family.
+            make: makes the family's code if there is none yet.
+        """
+        if self.options is None:
+            return None
+        family = bucket.spec.family_key
+        if family not in self.by_family:
+            self.by_family[family] = make(bucket, self.options)
+        return cast("C", self.by_family[family])
+
+    @property
+    def recompiles(self) -> int:
+        """Compilations after the first of each family."""
+        return self._dropped_compilations + sum(max(code.compilations - 1, 0) for code in self.by_family.values())
+
+    def drop(self) -> None:
+        """Drop the code, which holds the tensors that it was compiled with."""
+        self._dropped_compilations += sum(code.compilations for code in self.by_family.values())
+        self.by_family.clear()
 
 
 class DynamicCode:
@@ -39,32 +110,32 @@ class DynamicCode:
         options: of `torch.compile`.
     """
 
-    def __init__(self, module: fx.GraphModule, options: dict[str, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, options: CompileOptions) -> None:
         self.module, self.options = module, options
-        self.made: list[CompiledGraph] = []
-        self._of_sizes: dict[tuple[int, ...], CompiledGraph] = {}
+        self.compiled: list[CompiledGraph] = []
+        self._by_sizes: dict[tuple[int, ...], CompiledGraph] = {}
 
-    def at(
-        self, sizes: tuple[int, ...], inputs: Sequence[Tensor], open_dims: Collection[tuple[int, int]]
+    def compiled_for(
+        self, sizes: tuple[int, ...], inputs: Sequence[Tensor], dynamic_dims: Collection[tuple[int, int]]
     ) -> CompiledGraph:
-        """The code for inputs of some sizes.
+        """Return the code for inputs of some sizes; compile it if it is new.
 
         Args:
             sizes: the bucket's.
             inputs: of these sizes.
-            open_dims: the (input, dim) pairs that depend on the sizes; empty if the graph serves one bucket.
+            dynamic_dims: the (input, dim) pairs that depend on the sizes; empty if the graph serves one bucket.
         """
-        found = self._of_sizes.get(sizes)
+        found = self._by_sizes.get(sizes)
         if found is None:
-            found = next((code for code in self.made if open_dims and code.serves(inputs)), None)
+            found = next((code for code in self.compiled if dynamic_dims and code.serves(inputs)), None)
         if found is None:
-            found = CompiledGraph(self.module, inputs, open_dims, self.options)
-            self.made.append(found)
-        self._of_sizes[sizes] = found
+            found = CompiledGraph(self.module, inputs, dynamic_dims, self.options)
+            self.compiled.append(found)
+        self._by_sizes[sizes] = found
         return found
 
 
-class SizePolymorphic(ABC, Generic[T]):
+class SizePolymorphic(ABC, Generic[P, T]):
     """The traces of a program: one for all buckets, if these differ in nothing but sizes, or one per bucket.
 
     Args:
@@ -72,70 +143,72 @@ class SizePolymorphic(ABC, Generic[T]):
         options: of `torch.compile`.
     """
 
-    def __init__(self, bucket: Bucket, options: dict[str, Any]) -> None:
+    def __init__(self, bucket: P, options: CompileOptions) -> None:
         self.options = options
-        self.dims, self.places = bucket.reading.dims, places_of(bucket.reading)
-        self.one: T | None = None
+        self.dims, self.dim_inputs = bucket.spec.dims, dim_inputs(bucket.spec)
+        self.shared_trace: T | None = None
         """The trace that serves all buckets, if there is one."""
-        self.each: dict[tuple[int, ...], T] = {}
+        self.trace_by_sizes: dict[tuple[int, ...], T] = {}
         """The traces that serve one bucket each, by its sizes."""
         self._is_known = False
         if bucket.device.type == "cuda":
             compiler.start_workers(options)
 
     @abstractmethod
-    def traced(self, bucket: Any, points: Sequence[tuple[int, ...]]) -> T:
+    def trace(self, bucket: P, points: Sequence[tuple[int, ...]]) -> T:
         """Trace the program at some sizes.
 
         Raises:
             NoTemplate: the graphs at these sizes differ in more than numbers.
         """
 
-    def at(self, bucket: Bucket) -> T:
+    def trace_for(self, bucket: P) -> T:
         """Return the trace that serves a bucket; make it if it is new."""
         if not self._is_known:
             self._is_known = True
-            self.one = self._of_all(bucket)
-        if self.one is not None:
-            return self.one
-        sizes = bucket.reading.buckets
-        if sizes not in self.each:
-            self.each[sizes] = self.traced(bucket, [sizes])
-        return self.each[sizes]
+            self.shared_trace = self._trace_for_all(bucket)
+        if self.shared_trace is not None:
+            return self.shared_trace
+        sizes = bucket.spec.buckets
+        if sizes not in self.trace_by_sizes:
+            self.trace_by_sizes[sizes] = self.trace(bucket, [sizes])
+        return self.trace_by_sizes[sizes]
 
-    def every(self) -> list[T]:
-        """All traces."""
-        return [*self.each.values(), *([] if self.one is None else [self.one])]
+    def traces(self) -> list[T]:
+        """Return all traces."""
+        return [*self.trace_by_sizes.values(), *([] if self.shared_trace is None else [self.shared_trace])]
 
-    def _of_all(self, bucket: Bucket) -> T | None:
-        points = trace_points(self.dims, bucket.reading.buckets)
+    def _trace_for_all(self, bucket: P) -> T | None:
+        points = trace_points(self.dims, bucket.spec.buckets)
         if points is None or self.options.get("dynamic") is False:
             return None
         try:
-            return self.traced(bucket, points)
+            return self.trace(bucket, points)
         except NoTemplate as difference:
-            _log.warning("compiled once a bucket: %s", difference)
+            _log.warning("compiled once per bucket: %s", difference)
             return None
 
-    def open_dims(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """The (input, dim) pairs of a bucket's inputs whose size is left open."""
-        if self.one is None:
+    def dynamic_dims(self, bucket: P) -> list[tuple[int, int]]:
+        """Return the (input, dim) pairs of a bucket's inputs whose size is dynamic."""
+        if self.shared_trace is None:
             return []
-        return [(i, d) for i, source in enumerate(bucket.reading.sources) for d, k in enumerate(source.which) if k >= 0]
+        return [
+            (i, d) for i, source in enumerate(bucket.spec.inputs) for d, k in enumerate(source.size_index) if k >= 0
+        ]
 
 
-def places_of(reading: CallSpec) -> list[Place]:
-    """The place where each Dim's size can be read: the first input that has it, and in which of its dims."""
+def dim_inputs(spec: CallSpec) -> list[Place]:
+    """Return where each Dim's size can be read: the first input that has it, and in which of its dims."""
     found: dict[int, Place] = {}
-    for i, source in enumerate(reading.sources):
-        for d, k in enumerate(source.which):
+    for i, source in enumerate(spec.inputs):
+        for d, k in enumerate(source.size_index):
             if k >= 0:
                 found.setdefault(k, (i, d))
-    return [found[k] for k in range(len(reading.dims))]
+    return [found[k] for k in range(len(spec.dims))]
 
 
 def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """The sizes to trace a program at, the last one as a check; None for too few sizes, or not one or two Dims.
+    """Return the sizes to trace a program at, the last as a check; None for too few sizes, or not one or two Dims.
 
     Args:
         dims: the program's Dims.
@@ -157,7 +230,7 @@ def trace_points(dims: Sequence[Dim], buckets: tuple[int, ...]) -> list[tuple[in
 
 
 def _some_buckets(dim: Dim, bucket: int) -> list[int]:
-    """Up to three sizes on the buckets' grid, which need not be buckets.
+    """Return up to three sizes on the buckets' grid, which need not be buckets.
 
     Size 1 is left out, since programs treat it specially. The largest comes last: a table that a program slices to its
     input's size is often exactly that large, and then isn't sliced.

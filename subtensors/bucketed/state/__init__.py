@@ -1,1 +1,1 @@
-"""The state that a program reads beside its arguments: its locations, and checks that it is not stale."""
+"""The state that a program reads besides its arguments: its locations, and checks that it is not stale."""

@@ -1,4 +1,4 @@
-"""The optimizers that a program steps: the state and options that its graphs hold, and the scalars that stay dynamic.
+"""The optimizers that a program steps: the state and options that its graphs hold, and their dynamic scalars.
 
 A captured step writes to the optimizer's state at its address at capture, and repeats the captured scalars. Scalars of
 `st.optim` are passed to each replay. A program with another optimizer is recaptured when its scalars change, unless
@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, compress
 from operator import is_, methodcaller
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.state.tensor_snapshot import TensorSnapshot
+from subtensors.bucketed.state.guards import TensorSnapshot
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
 
 _VALUES = methodcaller("values")
+
+_Group: TypeAlias = dict[str, Any]
+_Copy: TypeAlias = tuple[torch.optim.Optimizer, dict[Tensor, _Group], list[_Group]]
+"""An optimizer, and copies of its state by parameter and of its parameter groups."""
 
 
 class Optimizers:
@@ -31,35 +35,31 @@ class Optimizers:
     """
 
     def __init__(self, found: Sequence[torch.optim.Optimizer]) -> None:
-        self._found = list(found)
-        self.look()
+        self.found = list(found)
+        self.take_snapshot()
 
-    def look(self) -> None:
-        """Take a new snapshot: the state and options of now count as the recorded ones."""
+    def take_snapshot(self) -> None:
+        """Take a new snapshot: the present state and options count as the captured ones."""
         entries = self._entries()
         self._is_tensor = [isinstance(x, Tensor) for x in entries]
         self._tensors = list(compress(entries, self._is_tensor))
-        self._held = TensorSnapshot(self._tensors)
-        self._options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
-
-    def are_there(self) -> bool:
-        """Return whether there is any optimizer."""
-        return bool(self._found)
+        self._snapshot = TensorSnapshot(self._tensors)
+        self._options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of their state."""
         return [x for x in self._entries() if isinstance(x, Tensor)]
 
-    def places(self) -> list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]:
+    def copies(self) -> list[_Copy]:
         """Return each optimizer with shallow copies of its state and of its parameter groups."""
         return [
             (opt, {p: dict(entry) for p, entry in opt.state.items()}, [dict(group) for group in opt.param_groups])
-            for opt in self._found
+            for opt in self.found
         ]
 
-    def go_back(self, to: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]]) -> None:
-        """Restore the state and groups that `places` returned; the contents of tensors are not restored."""
-        for opt, states, groups in to:
+    def restore(self, copies: list[_Copy]) -> None:
+        """Restore the state and groups that `copies` returned; the contents of tensors are not restored."""
+        for opt, states, groups in copies:
             for p in [p for p in opt.state if p not in states]:
                 del opt.state[p]
             for p, before in states.items():
@@ -71,44 +71,42 @@ class Optimizers:
                 group.update({name: x for name, x in options.items() if group.get(name) is not x})
 
     def _entries(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self._found))))
+        return list(chain.from_iterable(map(_VALUES, chain.from_iterable(opt.state.values() for opt in self.found))))
 
-    def moved(self) -> str:
+    def first_change(self) -> str:
         """Return what changed since the snapshot, in words; "" if nothing did."""
-        if not self._found:
-            return ""
         entries = self._entries()
         tensors = list(compress(entries, self._is_tensor))
         if not all(map(is_, tensors, self._tensors)):
             tensors = self.tensors()
-        if len(entries) != len(self._is_tensor) or not self._held.are(tensors):
+        if len(entries) != len(self._is_tensor) or not self._snapshot.matches(tensors):
             return "the state of an optimizer was replaced"
-        options = [_options(opt, group) for opt in self._found for group in opt.param_groups]
+        options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
         if options != self._options:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
         return ""
 
-    def reread(self) -> None:
+    def reread_state(self) -> None:
         """Make the optimizers of `st.optim` read their state again, by setting each tensor in it anew."""
-        for own in [own for opt in self._found if isinstance(opt, Optimizer) for own in opt.state.values()]:
+        for own in [own for opt in self.found if isinstance(opt, Optimizer) for own in opt.state.values()]:
             own.update({name: x for name, x in own.items() if isinstance(x, Tensor)})
 
-    def obstacle(self) -> str:
+    def no_capture_reason(self) -> str:
         """Return the reason why their steps cannot be captured; "" if they can."""
-        if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self._found):
-            return "an optimizer updates in every so many steps (accumulate=), and a graph does the same in each"
+        if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self.found):
+            return "an optimizer updates only every n-th step (accumulate=n), and a graph does the same in each"
         return ""
 
-    def hand_over(self, to: DynamicScalars) -> None:
+    def set_dynamic_scalars(self, to: DynamicScalars) -> None:
         """Pass the current dynamic scalars to a graph."""
-        for opt in self._found:
+        for opt in self.found:
             if isinstance(opt, Optimizer) and opt._updater.is_fused:
                 for index, group in enumerate(opt.param_groups):
                     _, numbers, hosts = step_signature(opt._updater, group, group["params"][0].device)
                     to.set((id(opt), index), numbers, hosts)
 
 
-def _options(opt: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
+def _options(opt: torch.optim.Optimizer, group: _Group) -> list[object]:
     """Return the options of a group that a graph holds as constants; tensors by their addresses."""
     if isinstance(opt, Optimizer) and opt._updater.is_fused:
         return list(step_signature(opt._updater, group, group["params"][0].device)[0])

@@ -1,23 +1,79 @@
-"""Runs without side effects: whatever a program may write to is restored afterwards."""
+"""Snapshots of what a program may write to: random generators, tensors, gradients, and optimizers.
+
+Three contexts restore them: `restore_state` and `restore_all` always, `rollback_on_error` if the run raises.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.rng_state import RandomPlaces
+from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
 from subtensors.dispatch.torch_internals import autograd
 
 _log = logging.getLogger("subtensors.bucketed")
 
-ROOM = 256 << 20
+ROLLBACK_BYTES = 256 << 20
 """Maximum bytes of the copies that are kept of tensors which a run may write to."""
+
+_CPU = torch.device("cpu")
+
+_PythonState: TypeAlias = tuple[object, ...]
+_NumpyState: TypeAlias = tuple[str, bytes, int, int, float]
+
+
+class RngState:
+    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's own.
+
+    Args:
+        devices: the devices; the CPU is always included.
+
+    Example:
+        >>> state = RngState()
+        >>> _ = random.random()
+        >>> state.has_host_drawn()
+        True
+        >>> state.restore()
+        >>> state.has_host_drawn()
+        False
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        gpus = {device for device in devices if device.type == "cuda"}
+        self._states = {device: capture.rng_state(device) for device in (_CPU, *gpus)}
+        self._host = _host_states()
+
+    def has_host_drawn(self) -> bool:
+        """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
+        return _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU])
+
+    def restore(self) -> None:
+        """Restore all generators to the snapshot."""
+        for device, state in self._states.items():
+            capture.set_rng_state(device, state)
+        python_state, (name, numbers, *rest) = self._host
+        random.setstate(python_state)
+        numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
+        np.random.set_state(numpy_state)
+
+
+def _host_states() -> tuple[_PythonState, _NumpyState]:
+    name, numbers, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
+
+
+def _are_equal(now: Tensor, before: Tensor) -> bool:
+    # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
+    return bool(now.numpy().tobytes() == before.numpy().tobytes())
 
 
 @contextmanager
@@ -27,95 +83,98 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
     Args:
         state: the state of the program.
         buffers: the buffers that it may write to.
-        devices: the devices on which it runs, beside those of its state.
+        devices: the devices on which it runs, besides those of its state.
     """
-    held, values = state.held(), _Values(buffers)
-    random = RandomPlaces([*devices, *[t.device for t in state.tensors()]])
+    registered, values = state.registered(), _Values(buffers)
+    rng = RngState([*devices, *[t.device for t in state.tensors()]])
     with autograd.unseen_writes(buffers):
         try:
             yield
         finally:
-            state.put_back(held)
-            values.put_back()
-            random.go_back()
+            state.restore_registered(registered)
+            values.restore()
+            rng.restore()
 
 
 @contextmanager
-def restore_all(state: State, others: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
+def restore_all(state: State, extra: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
     """A context that restores on exit all that a program may write to, also in a whole training step.
 
     Args:
         state: the state of the program.
-        others: further tensors that the run may write to.
-        devices: the devices on which it runs, beside those of its state.
+        extra: further tensors that the run may write to.
+        devices: the devices on which it runs, besides those of its state.
     """
-    before = _Before(state, devices, state.buffers(), [*others, *state.tensors()])
+    before = _Snapshot(state, devices, state.buffers(), [*extra, *state.tensors()])
     try:
         yield
     finally:
-        before.put_back()
+        before.restore()
 
 
 @contextmanager
-def rollback_on_error(state: State, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """A context that restores all that a run may write to if the run raises, so that it can be repeated otherwise.
 
     Args:
         state: the state of the program.
-        others: further tensors that the run may write to.
-        device: the device on which it runs, beside the CPU.
+        extra: further tensors that the run may write to.
+        device: the device on which it runs, besides the CPU.
     """
-    before = _Before(state, [device], [], others)
+    before = _Snapshot(state, [device], [], extra)
     try:
         yield
     except BaseException:
-        before.put_back()
+        before.restore()
         raise
 
 
-class _Before:
+class _Snapshot:
     """A snapshot of what a program may write to: tensors, gradients, optimizer state, random generators.
 
-    The largest tensors, such as weights and caches of keys and values, are left out if their copies exceed `ROOM`.
+    The largest tensors, such as weights and key-value caches, are left out if their copies exceed `ROLLBACK_BYTES`.
 
     Args:
         state: the state of the program.
         devices: the devices whose random generators are included.
-        whatever: tensors that are copied however large they are.
-        others: tensors beside the state's that may be written to.
+        always: tensors that are copied however large they are.
+        extra: further tensors that may be written to.
     """
 
     def __init__(
-        self, state: State, devices: Iterable[torch.device], whatever: Sequence[Tensor], others: Iterable[Tensor]
+        self, state: State, devices: Iterable[torch.device], always: Sequence[Tensor], extra: Iterable[Tensor]
     ) -> None:
-        self._state, self._held = state, state.held()
-        self._random = RandomPlaces([*devices, *[t.device for t in state.tensors()]])
-        self._optimizers = state.optimizers.places()
+        self._state, self._registered = state, state.registered()
+        self._rng = RngState([*devices, *[t.device for t in state.tensors()]])
+        self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         self._gradients = [(t, t.grad) for t in leaves]
         gradients = [g for _, g in self._gradients if g is not None]
-        found = {id(t): t for t in [*state.at_risk(), *state.buffers(), *gradients, *state.stepped(), *others]}
-        kept, self._left_out, room = {id(t): t for t in whatever}, list[Tensor](), ROOM
-        awake = [t for t in found.values() if id(t) not in kept and not isinstance(t, ReleasedTensor)]
-        for t in sorted(awake, key=_nbytes):
+        found = {
+            id(t): t
+            for t in [*state.tensors_to_restore(), *state.buffers(), *gradients, *state.stepped_tensors(), *extra]
+        }
+        copied, self._left_out, room = {id(t): t for t in always}, list[Tensor](), ROLLBACK_BYTES
+        resident = [t for t in found.values() if id(t) not in copied and not isinstance(t, ReleasedTensor)]
+        for t in sorted(resident, key=_nbytes):
             if (room := room - _nbytes(t)) >= 0:
-                kept[id(t)] = t
+                copied[id(t)] = t
             elif not t.is_inference():
                 self._left_out.append(t)
-        self._values = _Values(kept.values())
+        self._values = _Values(copied.values())
         self._versions = [t._version for t in self._left_out]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
-        self._state.put_back(self._held)
-        self._state.optimizers.go_back(self._optimizers)
+        self._state.restore_registered(self._registered)
+        self._state.optimizers.restore(self._optimizers)
         for t, gradient in self._gradients:
             t.grad = gradient
         with autograd.unseen_writes(self._values.tensors):
-            self._values.put_back()
-        self._random.go_back()
+            self._values.restore()
+        self._rng.restore()
         if [t._version for t in self._left_out] != self._versions:
-            _log.warning("a run that is to leave no trace wrote to what is too large for a copy to be kept of it")
+            _log.warning("a run that must have no side effects wrote to a tensor too large to keep a copy of")
 
 
 class _Values:
@@ -126,12 +185,12 @@ class _Values:
         can_all = torch.is_inference_mode_enabled()
         self.tensors = [t for t in tensors if not isinstance(t, ReleasedTensor) and (can_all or not t.is_inference())]
         with torch.no_grad():
-            self._kept = [t.clone() for t in self.tensors]
+            self._copies = [t.clone() for t in self.tensors]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what was written since the snapshot."""
         with torch.no_grad():
-            for t, values in zip(self.tensors, self._kept, strict=True):
+            for t, values in zip(self.tensors, self._copies, strict=True):
                 t.copy_(values)
 
 

@@ -1,0 +1,210 @@
+"""The key of a call: calls with equal keys share one `CallSpec`, and replay the same graph.
+
+A key holds the metadata of tensors, and other arguments themselves; objects that are equal only to themselves count by
+their identity, together with the values that they hold now. All of it is computed on every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.calls.python_objects import (
+    BY_IDENTITY,
+    attributes_of,
+    flatten_argument_objects,
+    is_identity_keyed,
+)
+from subtensors.bucketed.state.guards import StateGuard, is_plain, tensor_properties
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.torch_internals import ops
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.static.static_tensor import StaticAddressTensor
+
+READ_IN_PLACE = (torch.nn.Parameter, StaticAddressTensor)
+"""Tensors at a stable address, which a graph reads without a copy."""
+
+SETTINGS = (
+    torch.get_default_dtype, ops.default_device, torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
+)  # fmt: skip
+"""Global torch settings that decide what a graph does; a graph is captured for the settings of its call."""
+
+CODE = (types.FunctionType, types.MethodType, functools.partial)
+"""Callables that hold values: in a closure, in the object of a method, or as arguments of a partial."""
+
+_LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+_MAX_DEPTH = 2
+"""Steps from the argument: values in the containers and objects that it holds count, and nothing beyond."""
+_MAX_PARTS = 100
+"""A container with more parts than this is data."""
+_MAX_SEARCHED_PARTS = 10_000
+"""The search for tensors in arguments ends after this many parts."""
+
+Structure: TypeAlias = pytree.TreeSpec | None
+"""The structure of a call's arguments; None if no argument is a container."""
+
+Modes: TypeAlias = tuple[object, ...]
+"""The modes that a call is made in; first the `grad_flags` of the state, None if autograd does not track the call."""
+
+SharedKey: TypeAlias = tuple[int, tuple[str, ...], Structure, Modes]
+"""The number of positional arguments, the names of the others, the structure of all, and the modes."""
+
+CallKey: TypeAlias = tuple[object, ...]
+
+
+def is_flat(leaves: Sequence[object]) -> bool:
+    """Return whether no leaf is a container."""
+    return all(isinstance(x, _LEAVES) for x in leaves)
+
+
+def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:
+    """Return the leaves of a call's arguments and their structure, which is None if no argument is a container."""
+    leaves = [*args, *kwargs.values()]
+    if is_flat(leaves):
+        return leaves, None
+    found, structure = pytree.tree_flatten((args, kwargs))
+    if any(map(dataclasses.is_dataclass, found)):
+        found, structure = pytree.tree_flatten(flatten_argument_objects((args, kwargs)))
+    return found, structure
+
+
+def unflatten(leaves: Sequence[PyTree], structure: Structure, count: int, names: Sequence[str]) -> tuple[Args, Kwargs]:
+    """Return the arguments with these leaves; the inverse of `flatten`."""
+    if structure is not None:
+        args, kwargs = pytree.tree_unflatten(list(leaves), structure)
+        return args, kwargs
+    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+
+
+def shared_key(
+    guard: StateGuard, leaves: Sequence[object], structure: Structure, args: Args, kwargs: Kwargs
+) -> SharedKey:
+    """Return the part of a call's key that belongs to no single leaf: its structure, and the modes it is made in.
+
+    Args:
+        guard: of the program's state.
+        leaves, structure: as `flatten` gives them.
+        args, kwargs: the call's.
+    """
+    cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
+    settings = tuple([ask() for ask in SETTINGS])
+    return len(args), tuple(kwargs), structure, (guard.grad_flags(leaves), cast, types, settings, guard.training())
+
+
+def leaf_key(x: PyTree) -> tuple[object, ...]:
+    """Return the part of a call's key for one leaf: metadata for a tensor, otherwise the value with its type."""
+    kind = type(x)
+    if kind is Tensor:
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x.layout
+    if kind is PaddedTensor:
+        sizes = x._sizes
+        known = None if sizes is None else (sizes.symbols, sizes.buckets, sizes.host())
+        return x.shape, x.dtype, x.get_device(), x.requires_grad, x._dims, known
+    if issubclass(kind, READ_IN_PLACE):
+        # A gradient belongs to the tensor itself, even if others share its memory.
+        return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), tensor_properties(x) or id(x)
+    if kind is float:
+        return kind, x.hex()  # distinguishes -0.0 from 0.0, and is the same for every NaN
+    if has_parts(x):
+        return kind, x, object_key(x)
+    return kind, x
+
+
+def sizes_sharing(leaves: Sequence[PyTree]) -> tuple[int, ...]:
+    """Return for each of the caller's PaddedTensors the index of the first one that shares its true sizes."""
+    found = [id(x._sizes) for x in leaves if type(x) is PaddedTensor]
+    return tuple(map(found.index, found))
+
+
+def has_parts(x: object) -> bool:
+    """Return whether an argument has parts that may change while its identity stays the same."""
+    is_slotted = type(x).__hash__ is BY_IDENTITY and hasattr(type(x), "__slots__")
+    return isinstance(x, CODE) or is_identity_keyed(x) or is_slotted
+
+
+def object_key(x: object) -> tuple[object, ...]:
+    """Return the plain values, functions and tensors that an object holds, or a function reads, with their paths.
+
+    >>> options = type("Options", (), {})()
+    >>> options.scale, options.shifts = 2, [1.0, 3.0]
+    >>> object_key(options)
+    ((('scale',), 2), (('shifts', 0), 1.0), (('shifts', 1), 3.0))
+    """
+    return tuple(_part_keys(x, (), _MAX_DEPTH))
+
+
+def _part_keys(x: object, path: tuple[object, ...], depth: int) -> Iterator[tuple[object, ...]]:
+    for name, value in parts_of(x):
+        if isinstance(value, Tensor):
+            yield (*path, name), id(value), value.requires_grad, tensor_properties(value)
+        elif is_plain(value) or isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            yield (*path, name), value
+        elif depth > 1 and (isinstance(value, (list, tuple, dict)) or has_parts(value)):
+            yield from _part_keys(value, (*path, name), depth - 1)
+
+
+def callers_tensors(leaves: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors that a program may read and write in place through these arguments.
+
+    Args:
+        leaves: the leaves of the arguments, without those that are copied.
+
+    Example:
+        >>> cache = type("Cache", (), {})()
+        >>> cache.layers = [{"count": torch.zeros(2)}]
+        >>> [*callers_tensors([cache, 3])]
+        [tensor([0., 0.])]
+    """
+    todo = [x for x in leaves if isinstance(x, Tensor) or has_parts(x)]
+    seen = set(map(id, todo))
+    while todo and len(seen) < _MAX_SEARCHED_PARTS:
+        part = todo.pop()
+        if isinstance(part, Tensor):
+            yield part
+        elif not isinstance(part, (type, types.ModuleType)):
+            new = {id(value): value for _, value in parts_of(part, _MAX_SEARCHED_PARTS) if id(value) not in seen}
+            seen |= new.keys()
+            todo += new.values()
+
+
+def parts_of(x: object, max_parts: int = _MAX_PARTS) -> Iterator[tuple[object, object]]:
+    """Yield the parts that an object, a container or a callable holds directly, each after its name.
+
+    Args:
+        x: the object.
+        max_parts: the maximum size of a container; a larger one is data, and yields nothing.
+    """
+    if isinstance(x, (list, tuple, dict)):
+        if len(x) <= max_parts:
+            yield from x.items() if isinstance(x, dict) else enumerate(x)
+        return
+    if isinstance(x, types.FunctionType):
+        yield from ((i, cell.cell_contents) for i, cell in enumerate(x.__closure__ or ()) if _is_filled(cell))
+    elif isinstance(x, types.MethodType):
+        yield from (("self", x.__self__), ("function", x.__func__))
+        return
+    elif isinstance(x, functools.partial):
+        yield from (("function", x.func), ("arguments", x.args), ("named", x.keywords))
+    elif isinstance(x, torch.nn.Module):
+        yield "training", tuple([module.training for module in x.modules()])
+        yield from (*x.named_parameters(), *x.named_buffers())
+    yield from attributes_of(x).items()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

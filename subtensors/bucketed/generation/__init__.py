@@ -1,1 +1,0 @@
-"""Text from Hugging Face models: their own `generate` over bucketed programs."""

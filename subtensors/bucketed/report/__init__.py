@@ -1,1 +1,0 @@
-"""Reports on a bucketed program: counters, and a figure of them."""

@@ -1,0 +1,185 @@
+"""Statistics of a bucketed program, as numbers and as a figure: calls, captures, memory, waste, and fallbacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from subtensors.byte_sizes import format_bytes
+from subtensors.dispatch.ops.errors import SizeError
+from subtensors.sizes.dims import Dim
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TIMING_SAMPLE_EVERY = 64
+"""One in this many replays is timed."""
+
+
+@dataclass
+class BucketStatistics:
+    """Counters of one bucket.
+
+    Args:
+        sizes: the bucket's size of each Dim, by its name.
+        shapes: of the static inputs.
+    """
+
+    sizes: dict[str, int]
+    shapes: list[tuple[int, ...]]
+    calls: int = 0
+    """Calls with this bucket's sizes."""
+    hits: int = 0
+    """Calls among these that a replay answered."""
+    captures: int = 0
+    capture_ms: float = 0.0
+    """The duration of the last capture."""
+    graph_bytes: int = 0
+    """The memory that the graph added to the pool."""
+    input_bytes: int = 0
+    """The memory of the static inputs and true sizes."""
+    real: int = 0
+    """Elements along the Dims at true sizes, summed over all calls."""
+    padded: int = 0
+    """Elements along the Dims at the bucket's sizes, summed over all calls."""
+    replayed_again: int = 0
+    """Forwards that were replayed once more for their backward, because another replay came in between."""
+    is_recorded: bool = False
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
+    """CUDA events around timed replays that may not have finished."""
+    _replay_ms: list[float] = field(default_factory=list, repr=False)
+
+    def note_timed(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Keep the two events around a replay, and read those that have finished, so that only a few are kept."""
+        self._read_events()
+        self._events.append((begin, end))
+
+    def _read_events(self) -> None:
+        done = [pair for pair in self._events if pair[1].query()]
+        self._events = self._events[len(done) :]
+        self._replay_ms = (self._replay_ms + [begin.elapsed_time(end) for begin, end in done])[-TIMING_SAMPLE_EVERY:]
+
+    @property
+    def replay_ms(self) -> float | None:
+        """The median time of the timed replays; None if none was timed."""
+        self._read_events()
+        return median(self._replay_ms) if self._replay_ms else None
+
+    @property
+    def waste(self) -> float:
+        """The fraction of the computed elements that is padding."""
+        return 1 - self.real / self.padded if self.padded else 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory: that which the graph added to the pool, and the static inputs'."""
+        return self.graph_bytes + self.input_bytes
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of a bucketed program up to now.
+
+    Args:
+        mode: "graphs" on a CUDA device; "eager" elsewhere, where the same padding runs without graphs.
+        buckets: each one's counters, by decreasing size.
+        pool_bytes: the device memory of the pool that all graphs share.
+        captures: the number of captures.
+        recaptures: the captures of these because what a graph read was stale, or the graph had been evicted.
+        evictions: graphs dropped for `max_graphs` or `memory_limit`.
+        recompiles: compilations after the first, with `compile`.
+        fallbacks: the number of calls that ran at their true sizes, without a graph, by reason.
+        sizes: how often each true size was seen, by Dim.
+    """
+
+    mode: str
+    buckets: list[BucketStatistics]
+    pool_bytes: int
+    captures: int
+    recaptures: int
+    evictions: int
+    recompiles: int
+    fallbacks: dict[str, int]
+    sizes: dict[str, Counter[int]]
+
+    @property
+    def calls(self) -> int:
+        """All calls."""
+        return sum(b.calls for b in self.buckets) + sum(self.fallbacks.values())
+
+    @property
+    def hits(self) -> int:
+        """Calls that were answered by a replay."""
+        return sum(b.hits for b in self.buckets)
+
+    @property
+    def waste(self) -> float:
+        """The fraction of the elements computed in buckets that is padding."""
+        padded = sum(b.padded for b in self.buckets)
+        return 1 - sum(b.real for b in self.buckets) / padded if padded else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.mode}: {self.calls} calls, {self.hits} replays, {self.captures} captures, {self.waste:.0%} waste, "
+            f"pool {format_bytes(self.pool_bytes)}"
+        ]
+        for b in self.buckets:
+            name = ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim"
+            replay = b.replay_ms
+            lines.append(
+                f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
+                + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
+                + (f"replay {replay:.3f} ms, " if replay is not None else "")
+                + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
+                + ("" if b.is_recorded else ", not captured")
+            )
+        if self.evictions or self.recaptures or self.recompiles:
+            lines.append(
+                f"  {self.evictions} evictions, {self.recaptures} recaptures, {self.recompiles} recompilations"
+            )
+        lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
+        return "\n".join(lines)
+
+
+def plot_statistics(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
+    """Draw one row per Dim: calls over the true size as bars, buckets as lines, and the waste of each bucket.
+
+    Args:
+        statistics: the counters.
+        dims: by name.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
+    figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
+    for i, (name, dim) in enumerate(dims.items()):
+        axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
+        counted = statistics.sizes.get(name, Counter())
+        axes.bar(list(counted), list(counted.values()), color="tab:blue", label="calls")
+        axes.set_xlabel(f"true size of {name}")
+        axes.set_ylabel("calls")
+        used = sorted({_bucket(dim, size) for size in counted})
+        for bucket in used:
+            axes.axvline(bucket, color="gray", linewidth=0.8)
+        waste = axes.twinx()
+        waste.set_ylim(0, 1)
+        waste.set_ylabel("wasted part of a bucket")
+        wasted = []
+        for bucket in used:
+            inside = {size: n for size, n in counted.items() if _bucket(dim, size) == bucket}
+            wasted.append(1 - sum(size * n for size, n in inside.items()) / (bucket * sum(inside.values())))
+        waste.step([0, *used], [*wasted, wasted[-1]] if used else [0], where="post", color="tab:red", label="waste")
+    return figure
+
+
+def _bucket(dim: Dim, size: int) -> int:
+    try:
+        return dim.bucket(size)
+    except SizeError:
+        return size

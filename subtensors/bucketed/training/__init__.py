@@ -1,1 +1,0 @@
-"""Calls that are tracked by autograd, and whole training steps."""

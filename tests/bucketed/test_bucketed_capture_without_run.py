@@ -1,0 +1,237 @@
+"""A program that was captured at one size is captured at others without being run there first."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from pretend_graphs import PretendPool, pretend
+from torch import Tensor, nn
+
+import subtensors as st
+
+SEQ = st.Dim("seq", max=32, buckets=8)
+
+
+@pytest.fixture
+def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
+    """Where a CPU pretends to capture; none on a GPU, which does."""
+    watches = "keeps" in request.function.__name__
+    if watches:  # what is there already is none of the tensors that a pool looks through; conftest.py freezes, too
+        gc.collect()
+        gc.freeze()
+    return pretend(monkeypatch, watches) if device == "cpu" else []
+
+
+def data(n: int, device: str) -> Tensor:
+    return torch.randn(2, n, 3, dtype=torch.float64, device=device)
+
+
+class Counting(nn.Module):
+    """Counts the runs of its Python, captures among them, and in a buffer those of its ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python = 0
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.python += 1
+        self.calls.add_(1)
+        return x.softmax(1) * self.calls
+
+
+@torch.no_grad()
+def test_only_the_first_bucket_is_run_before_its_capture(device: str, pools: list[PretendPool]) -> None:
+    net = Counting().to(device)
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    seen = []
+    for calls, n in enumerate((5, 30, 7, 12, 20, 31), 1):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), x.softmax(1) * calls)
+        assert net.calls.item() == calls
+        seen.append(net.python)
+    stats = run.stats()
+    assert (stats.captures, stats.hits) == (4, 2)
+    # A pretended replay runs the program as well, so that only a GPU tells.
+    assert device == "cpu" or seen == [2, 3, 3, 4, 5, 5]
+    assert [(p.runs, p.captures) for p in pools] in ([], [(1, 4)])
+
+
+@torch.no_grad()
+def test_warming_up_writes_nothing_and_runs_one_size(device: str, pools: list[PretendPool]) -> None:
+    net = Counting().to(device)
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    run.warmup(data(5, device), progress=False)
+    assert net.calls.item() == 0
+    assert run.stats().captures == 4
+    assert [p.runs for p in pools] in ([], [1])
+    for calls, n in enumerate((5, 30, 12, 5), 1):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), x.softmax(1) * calls)
+    assert run.stats().hits == 4
+
+
+@torch.no_grad()
+def test_a_program_that_keeps_tensors_of_its_capture_is_run_at_every_size(
+    device: str, pools: list[PretendPool]
+) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def program(x: Tensor) -> Tensor:
+        # A table that grows, as of positions, which smaller sizes read too.
+        n = x.shape[1]
+        if not kept or max(kept) < n:
+            kept[n] = torch.arange(n, dtype=torch.float64, device=device)
+        return x + kept[max(kept)][:n, None]
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (5, 12, 3, 30, 10, 20, 30, 4):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), x + torch.arange(n, device=device)[:, None])
+    for n, table in kept.items():
+        assert torch.equal(table, torch.arange(n, dtype=torch.float64, device=device))
+    assert [p.runs for p in pools] in ([], [5])
+
+
+@torch.no_grad()
+def test_a_program_that_must_be_run_at_every_size_is(device: str, pools: list[PretendPool]) -> None:
+    tuned, tries = set(), []
+
+    def program(x: Tensor) -> Tensor:
+        if x.shape[1] not in tuned:
+            tries.append(x.shape[1])
+            if any(p.is_capturing for p in pools):
+                raise RuntimeError("tuning is no part of a capture")
+            torch.cuda.synchronize() if device == "cuda" else None
+            tuned.add(x.shape[1])
+        return x.softmax(1)
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (5, 30, 6, 31, 12, 20, 13):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), x.softmax(1))
+    stats = run.stats()
+    assert (stats.captures, stats.hits, stats.fallbacks) == (4, 3, {})
+    # It is tried once without a run.
+    assert tries == [8, 32, 32, 16, 24]
+    assert [p.runs for p in pools] in ([], [4])
+
+
+@torch.no_grad()
+def test_sizes_that_cannot_be_captured_run_with_a_warning(device: str, pools: list[PretendPool]) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.softmax(1) if x.shape[1] < 20 else x.softmax(1) * len(x.sum((1, 2)).tolist())
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (5, 30, 12, 31):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), program(x))
+    assert device == "cpu" or [b.is_recorded for b in run.stats().buckets] == [False, True, True]
+
+
+@torch.no_grad()
+def test_results_belong_to_the_caller_from_the_first_replay_on(device: str, pools: list[PretendPool]) -> None:
+    run: Any = st.bucketed(lambda x: {"a": x.softmax(1), "b": [x.mean(1), 3]}, {"x": {1: SEQ}})
+    held = []
+    for n in (5, 30, 12, 6, 29):
+        x = data(n, device)
+        held.append((run(x), x))
+    for found, x in held:
+        torch.testing.assert_close(found, {"a": x.softmax(1), "b": [x.mean(1), 3]})
+
+
+@torch.no_grad()
+def test_new_sizes_read_a_replaced_parameter(device: str, pools: list[PretendPool]) -> None:
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+    run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}})
+    run(data(5, device))
+    net.weight = nn.Parameter(torch.randn(3, 3, device=device, dtype=torch.float64))
+    for n in (30, 5, 12, 30, 5):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), net(x).softmax(1))
+
+
+@torch.no_grad()
+def test_a_program_that_replaces_its_buffers_has_no_graph(device: str, pools: list[PretendPool]) -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return x.softmax(1) * self.calls
+
+    net = Replacing().to(device)
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    run.warmup(data(3, device), progress=False)
+    assert net.calls.item() == 0
+    for calls, n in enumerate((5, 30, 7, 5), 1):
+        x = data(n, device)
+        torch.testing.assert_close(run(x), x.softmax(1) * calls)
+        assert net.calls.item() == calls
+    assert "RuleError: it replaces calls, and a graph can only write to it" in run.stats().fallbacks
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_writes_to_arguments_reach_the_caller(
+    compiled: bool, warm: bool, device: str, pools: list[PretendPool]
+) -> None:
+    def program(x: Tensor, cache: Tensor) -> Tensor:
+        x.mul_(2)
+        cache.add_(x.sum(1))
+        return x * cache[:, None]
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, compile=compiled and {"backend": "aot_eager"})
+    caches = torch.ones(2, 2, 3, dtype=torch.float64, device=device)
+    if warm:
+        run.warmup(data(5, device), caches[0], progress=False)
+        assert bool((caches == 1).all())
+    for n in (5, 30, 7, 12, 20, 31):
+        x = data(n, device)
+        given, plain = x.clone(), x.clone()
+        torch.testing.assert_close(run(given, caches[0]), program(plain, caches[1]))
+        torch.testing.assert_close(given, plain)
+        torch.testing.assert_close(caches[0], caches[1])
+    padded = st.pad(x, {1: SEQ})
+    torch.testing.assert_close(run(padded, caches[0]), program(x, caches[1]))
+    torch.testing.assert_close(padded.unpad(), x)
+
+
+def test_writes_of_a_training_step_to_its_arguments_reach_the_caller(device: str) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
+
+    def program(x: Tensor, seen: Tensor) -> Tensor:
+        x.mul_(2)
+        seen.add_(1)
+        return x @ weight
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    seen = torch.zeros(1, device=device)
+    for calls, n in enumerate((5, 7, 30), 1):
+        x = data(n, device)
+        given = x.clone()
+        run(given, seen).sum().backward()
+        assert torch.equal(given, x * 2)
+        assert seen.item() == calls
+    assert weight.grad is not None
+
+
+@torch.no_grad()
+def test_writes_to_one_tensor_given_as_two_arguments_are_seen_in_both(device: str, pools: list[PretendPool]) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return (x + y).cumsum(1)
+
+    run = st.bucketed(program, {"x": {1: SEQ}, "y": {1: SEQ}})
+    for n, is_one in ((5, False), (5, True), (30, True), (7, False), (12, True)):
+        x, y = data(n, device), data(n, device)
+        a, b = x.clone(), y.clone()
+        torch.testing.assert_close(run(x, x if is_one else y), program(a, a if is_one else b))
+        torch.testing.assert_close(x, a)
+    assert sum(run.stats().fallbacks.values()) == 3

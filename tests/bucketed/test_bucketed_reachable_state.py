@@ -1,0 +1,279 @@
+"""The state that a bucketed program reaches besides its arguments, and how it is guarded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from bucketed_rows import DIMS, SEQ, assert_same, rows
+from counted_buckets import Counted
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.bucketed.state.reachable_state import ReachableState
+
+pytestmark = pytest.mark.usefixtures("captured")
+
+
+factor = torch.tensor(2.0, dtype=torch.float64)
+
+
+def by_the_name_of_a_file(x: Tensor) -> Tensor:
+    return x.softmax(0) * factor
+
+
+class Holder:
+    """No module, but it has one."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+        self.opt = st.optim.SGD(self.net.parameters(), lr=0.1)
+        self.last: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.last = self.net(x).softmax(0)
+        self.seen.append(self.last)
+        return self.last
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.net(x).square().sum()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+
+def test_a_rebound_global_or_closure_variable_is_noticed(
+    device: str, monkeypatch: pytest.MonkeyPatch, counted: Counted
+) -> None:
+    monkeypatch.setitem(globals(), "factor", factor.to(device))
+    scale, default = factor + 1, {"a": factor + 2}
+
+    def by_closure(x: Tensor) -> Tensor:
+        return x.softmax(0) * scale * default["a"]
+
+    runs = [st.bucketed(program, DIMS) for program in (by_the_name_of_a_file, by_closure)]
+    x = rows(5, device)
+
+    def check() -> None:
+        torch.testing.assert_close(runs[0](x), by_the_name_of_a_file(x))
+        torch.testing.assert_close(runs[1](x), by_closure(x))
+
+    check()
+    check()
+    assert counted.take() == (2, 2)
+    monkeypatch.setitem(globals(), "factor", factor * 3)
+    scale = scale * 4
+    check()
+    assert counted.take()[0] == 2
+    default["a"] = default["a"] * 4
+    check()
+    assert counted.take()[0] == 1
+
+
+def test_a_callable_object_gets_the_gradients_of_its_attributes(device: str) -> None:
+    own, other = Holder(device), Holder(device)
+    run = st.bucketed(own, DIMS)
+    for n in (5, 6, 20, 7):
+        x, cotangent = rows(n, device), rows(n, device)
+        run(x).backward(cotangent)
+        other(x).backward(cotangent)
+        assert_same(own.net.weight.grad, other.net.weight.grad)
+    # What it keeps of its results is nothing that was replaced.
+    assert run.stats().hits == 2
+    assert run.stats().recaptures == 0
+
+
+def test_a_method_takes_training_steps_with_its_objects_optimizer(device: str) -> None:
+    own, other = Holder(device), Holder(device)
+    run = st.bucketed(own.step, DIMS)
+    for n in (5, 6, 20, 7, 21):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), other.step(x))
+        assert_same(own.net.weight, other.net.weight)
+    assert run.stats().hits == 3
+    assert not run.stats().fallbacks
+
+
+def test_an_unregistered_tensor_of_a_module_gets_its_gradient(device: str) -> None:
+    class Unregistered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(3, 3, device=device, dtype=torch.float64)
+            self.free = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+            self.layers = [nn.Linear(3, 3, device=device, dtype=torch.float64)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layers[0](self.inner(x)) * self.free).softmax(0)
+
+    own, other = Unregistered(), Unregistered()
+    run = st.bucketed(own, DIMS)
+    for n in (5, 6, 20, 7):
+        x, cotangent = rows(n, device), rows(n, device)
+        run(x).backward(cotangent)
+        other(x).backward(cotangent)
+        for p, q in ((own.free, other.free), (own.layers[0].weight, other.layers[0].weight)):
+            assert_same(p.grad, q.grad)
+    assert run.stats().hits == 2
+
+
+def test_reachable_state_is_found_through_every_kind_of_reference(device: str) -> None:
+    made = [torch.ones(3) for _ in range(6)]
+    net = nn.Linear(3, 3)
+
+    def program(x: Tensor, default: Tensor = made[0], *, named: Any = (made[1],)) -> Any:
+        return made[2:4], {"a": net}, default, named
+
+    holder = Holder(device)
+    partial = functools.partial(program, extra={"b": made[4]})
+    found = {id(part) for part in ReachableState(partial).parts}
+    assert {id(x) for x in [*made[:5], net]} <= found
+    assert {id(holder.net), id(holder.opt)} <= {id(part) for part in ReachableState(holder.step).parts}
+    many = [torch.ones(1)] * 2 + [torch.ones(1) for _ in range(1000)]
+    assert ReachableState(lambda: many).parts == []
+
+
+def test_a_lazy_module_runs_once_without_a_graph_and_is_then_captured(device: str) -> None:
+    net = nn.Sequential(nn.LazyLinear(4), nn.Softmax(0)).to(device)
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    for n in (5, 6, 7):
+        x = torch.randn(n, 3, device=device)
+        torch.testing.assert_close(run(x), net(x))
+    stats = run.stats()
+    assert stats.fallbacks == {"parameters have no size before the first call": 1}
+    assert (stats.hits, stats.calls) == (1, 3)
+
+
+@torch.no_grad()
+def test_a_module_with_a_sparse_buffer_gives_the_same_results(device: str) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("links", torch.eye(3, dtype=torch.float64, device=device).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.links, x.T).T.softmax(0)
+
+    net = Sparse()
+    run = st.bucketed(net, DIMS)
+    for n in (5, 6, 20):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), net(x))
+
+
+def test_parameters_frozen_between_calls_get_no_gradients(device: str) -> None:
+    nets = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device, torch.float64) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    run = st.bucketed(nets[0], {"input": {0: SEQ}})
+    for frozen in ((), (), (0,), (0,), (1,), (3, 2), (), (0,)):
+        x = rows(5, device)
+        for net, call in zip(nets, (run, nets[1]), strict=True):
+            net.zero_grad()
+            for i, p in enumerate(net.parameters()):
+                p.requires_grad_(i not in frozen)
+            call(x).square().sum().backward()
+        for p, q in zip(*[net.parameters() for net in nets], strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                assert_same(p.grad, q.grad)
+    # A graph for each set of what requires grad, which stays for when it is wanted again.
+    assert run.stats().hits == 8 - 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unreachable_parameter_gets_its_gradient_without_a_graph(device: str, compiled: bool) -> None:
+    class Slots:
+        hidden: Tensor
+        __slots__ = ("hidden",)
+
+    held, net = Slots(), nn.Linear(3, 3, device=device, dtype=torch.float64)
+    held.hidden = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        made = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+        return (net(x) * held.hidden * made).softmax(0)
+
+    run = st.bucketed(program, DIMS, compile=compiled and {"backend": "aot_eager"})
+    for n in (5, 6, 20):
+        x, cotangent = rows(n, device), rows(n, device)
+        held.hidden.grad = None
+        run(x).backward(cotangent)
+        (expected,) = torch.autograd.grad(program(x), held.hidden, cotangent)
+        torch.testing.assert_close(held.hidden.grad, expected)
+    assert ["not found: pass it on" in reason for reason in run.stats().fallbacks] == [True]
+
+
+def test_data_of_an_object_is_not_copied_and_written_once_per_call(device: str) -> None:
+    class Job(Holder):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.data, self.calls = torch.zeros(1000, 3, device=device), torch.zeros((), device=device)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return self.net(x).softmax(0)  # type: ignore[no-any-return]
+
+    job = Job()
+    run = st.bucketed(job, DIMS)
+    for i, n in enumerate((5, 6, 20, 7, 12)):
+        run(rows(n, device)).square().sum().backward()
+        assert job.calls == i + 1
+    put_back = [id(t) for t in run.state.tensors_to_restore()]
+    assert id(job.calls) in put_back
+    assert id(job.data) not in put_back
+
+
+def test_attributes_that_the_program_does_not_read_may_be_replaced(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Job(Holder):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.mean, self.table, self.tables = (torch.ones(3, dtype=torch.float64, device=device) for _ in range(3))
+            self.tables = [self.tables]
+
+        @property
+        def scale(self) -> Tensor:
+            return self.table * self.tables[0]
+
+        def step(self, x: Tensor) -> Tensor:
+            return self._scaled(x).softmax(0)
+
+        def _scaled(self, x: Tensor) -> Tensor:
+            return self.net(x) * self.scale  # type: ignore[no-any-return]
+
+    job = Job()
+    run = st.bucketed(job.step, DIMS)
+    caplog.set_level(logging.WARNING, "subtensors.bucketed")
+    for i, n in enumerate((5, 6, 7, 8, 5)):
+        x = rows(n, device)
+        out = run(x)
+        torch.testing.assert_close(out, job.step(x))
+        job.mean = job.mean * 0.9 + out.detach().mean(0) * 0.1
+        if i == 2:
+            job.table = job.table * 2
+        if i == 3:
+            job.tables[0] = job.tables[0] * 2
+    again = [said.split(": ")[1] for said in caplog.messages]
+    assert again == ["table was replaced", "a part of the program was replaced"]
+
+
+def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "factor", factor.to(device))
+
+    def program(x: Tensor) -> Tensor:
+        return (lambda y: y * factor)(x.softmax(0))
+
+    run = st.bucketed(program, DIMS)
+    x = rows(5, device)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), program(x))
+    monkeypatch.setitem(globals(), "factor", factor * 3)
+    torch.testing.assert_close(run(x), program(x))
+    assert [id(t) for t in run.state.guard.closed_over] == [id(factor)]
