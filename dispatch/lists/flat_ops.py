@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -46,13 +45,13 @@ FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin
 
 
 @cache
-def acts_on_values(func: Callable[..., Any]) -> bool:
+def acts_on_values(func: Callable[..., object]) -> bool:
     """Return whether a torch function or method acts on each value alone, as `torch.add` does."""
     name = getattr(func, "__name__", "")
     if any(getattr(owner, name, None) is func for owner in (torch.Tensor, torch, torch.nn.functional)):
-        return _named(_OPERATORS.get(name, name))
+        return _packet_acts_on_values(_OPERATORS.get(name, name))
     if name.startswith("special_") and getattr(torch.special, name[8:], None) is func:
-        return _named(name) or _named(name[8:])
+        return _packet_acts_on_values(name) or _packet_acts_on_values(name[8:])
     return False
 
 
@@ -65,14 +64,14 @@ def overload_acts_on_values(overload: OpOverload) -> bool:
 
 
 @cache
-def _named(name: str) -> bool:
+def _packet_acts_on_values(name: str) -> bool:
     bare = name.rstrip("_")
     if bare in _UNFIT:
         return False
     if bare in _IN_PLACE:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    # What torch keeps private has conventions of its own; operators are not.
+    # Private functions have conventions of their own; the names of operators only look private.
     is_private = name.startswith("_") and not name.startswith("__")
     if is_private or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False

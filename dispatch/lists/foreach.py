@@ -8,15 +8,15 @@ call: resolving a packet at every call costs more than the kernels it launches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.lists.list_call import ListCall
+from subtensors.dispatch.lists.list_call import ElementList, ListCall
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 _UNARY = (
@@ -50,8 +50,8 @@ class Row:
     options: tuple[str, ...] = ()
     in_place: bool = True
     functional: bool = True
-    is_of_order: bool = False
-    """True for a comparison: torch refuses complex values, for a list by another kind of error than for a tensor."""
+    is_comparison: bool = False
+    """True if the op compares values: torch refuses complex ones, for lists with another error than for tensors."""
 
 
 _ROWS = [
@@ -60,8 +60,8 @@ _ROWS = [
     Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}, ("alpha",)),
     Row("mul", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
     Row("div", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
-    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
-    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
+    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
+    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
     Row("clamp_min", ("input", "min"), {"LL": "List", "LS": "Scalar"}),
     Row("clamp_max", ("input", "max"), {"LL": "List", "LS": "Scalar"}),
     Row("pow", ("input", "exponent"), {"LL": "List", "LS": "Scalar", "SL": "ScalarAndTensor"}),
@@ -87,9 +87,9 @@ class Target:
 
 
 @functools.cache
-def targets() -> dict[Callable[..., Any], Target]:
+def targets() -> dict[Callable[..., object], Target]:
     """Every torch function that has a foreach form, and that form."""
-    found: dict[Callable[..., Any], Target] = {}
+    found: dict[Callable[..., object], Target] = {}
     for row in _ROWS:
         for in_place in (False, True):
             if not (row.in_place if in_place else row.functional):
@@ -114,8 +114,8 @@ class ForeachCall:
 
     target: Target
     overload: OpOverload
-    operands: tuple[Any, ...]
-    options: dict[str, Any]
+    operands: Args
+    options: Kwargs
     groups: list[list[int]] | None
 
     def run(self) -> list[torch.Tensor] | None:
@@ -123,7 +123,7 @@ class ForeachCall:
         if self.groups is None:
             result: list[torch.Tensor] | None = self.overload(*self.operands, **self.options)
             return result
-        out: list[Any] = [None] * sum(map(len, self.groups))
+        out: list[PyTree] = [None] * sum(map(len, self.groups))
         for group in self.groups:
             part = [[x[i] for i in group] if isinstance(x, list) else x for x in self.operands]
             for i, result in zip(group, self.overload(*part, **self.options) or (), strict=False):
@@ -136,7 +136,7 @@ class ForeachCall:
         return f"foreach {self.overload} ({count} group{'s' if count > 1 else ''})"
 
 
-def foreach_call(call: ListCall) -> ForeachCall | None:
+def foreach_call(call: ListCall[ElementList]) -> ForeachCall | None:
     """The foreach form of a call, or None where torch has none that computes the same."""
     target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
@@ -159,7 +159,7 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
     distinct = set(signatures)
     for signature in distinct:
         for dtype, device, layout, kind in signature:
-            if target.row.is_of_order and dtype.is_complex:
+            if target.row.is_comparison and dtype.is_complex:
                 return None
             if layout is not torch.strided or kind not in PLAIN_TYPES:
                 return None
@@ -169,14 +169,14 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
         return None
     groups = None
     if len(distinct) > 1:
-        by_signature: dict[Any, list[int]] = {}
+        by_signature: dict[Hashable, list[int]] = {}
         for i, signature in enumerate(signatures):
             by_signature.setdefault(signature, []).append(i)
         groups = list(by_signature.values())
     return ForeachCall(target, overload, operands, options, groups)
 
 
-def _bind(row: Row, call: ListCall) -> tuple[list[Any], dict[str, Any]] | None:
+def _bind(row: Row, call: ListCall[ElementList]) -> tuple[list[PyTree], Kwargs] | None:
     if len(call.args) > len(row.operands):
         return None
     values = list(call.args)

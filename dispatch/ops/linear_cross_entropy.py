@@ -20,7 +20,7 @@ FUNCTION: Callable[..., Tensor] | None = getattr(F, "linear_cross_entropy", None
 """Torch's own; None where it has none."""
 
 
-class NotComposed(RuleError):
+class NotDecomposable(RuleError):
     """A call that the two functions may take for another, or that torch's own refuses."""
 
 
@@ -51,7 +51,7 @@ def composed(
         options: how torch's own function divides the rows; passed over.
 
     Raises:
-        NotComposed: the sizes do not agree, or an index of probabilities is to be ignored.
+        NotDecomposable: the sizes do not agree, or an index of probabilities is to be ignored.
         TooManyDims: the input has more than 2 dims.
     """
     _check(input, linear_weight, target, linear_bias, ignore_index)
@@ -93,4 +93,4 @@ def _check(
         why = "ignore_index is for classes, and the target holds probabilities"
     else:
         return
-    raise NotComposed(f"no rule for this linear_cross_entropy: {why}")
+    raise NotDecomposable(f"no rule for this linear_cross_entropy: {why}")

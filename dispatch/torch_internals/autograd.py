@@ -14,7 +14,7 @@ from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys
 from subtensors.dispatch.torch_internals.requires import requires
 
 
-def take_new_accumulator(leaf: torch.Tensor) -> None:
+def reset_grad_accumulator(leaf: torch.Tensor) -> None:
     """Make autograd create a new node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
 
     The existing node belongs to the stream it was made on, for as long as any graph holds it. Torch drops it when data
@@ -28,7 +28,7 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
 
 
 @requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
-def taken_from(ctx: Any) -> list[torch.Tensor]:
+def release_saved_tensors(ctx: Any) -> list[torch.Tensor]:
     """Return the saved tensors of an autograd node, which frees them now unless the graph is retained.
 
     The compiler's own nodes do the same; other nodes hold theirs until their backward has returned. Checked on 2.11,
@@ -41,7 +41,7 @@ def taken_from(ctx: Any) -> list[torch.Tensor]:
 
 @requires("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 @contextmanager
-def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def without_version_bumps(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """A context in which autograd does not count writes to some tensors. Checked on 2.11, 2.13.
 
     For callers that restore the values: a backward that reads one of the tensors reads what its forward read.
@@ -85,12 +85,12 @@ def _edge(x: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(x)
 
 
-def prepares_backward(hook: object) -> bool:
+def is_fsdp_backward_hook(hook: object) -> bool:
     """Return whether a hook is FSDP2's own, which gathers weights for backward and passes the gradient on unread.
 
     Checked on 2.11, 2.13.
 
-    >>> prepares_backward(print)
+    >>> is_fsdp_backward_hook(print)
     False
     """
     owner = type(getattr(hook, "__self__", None))
@@ -98,25 +98,25 @@ def prepares_backward(hook: object) -> bool:
     return is_fsdp and getattr(hook, "__name__", "") == "_pre_backward"
 
 
-def passes_gradients_on(function: object) -> bool:
+def is_fsdp_identity_node(function: object) -> bool:
     """Return whether an autograd node is FSDP2's own, which returns its input and passes its gradient on.
 
     Checked on 2.11, 2.13.
 
-    >>> passes_gradients_on(torch.ones(1, requires_grad=True).exp().grad_fn)
+    >>> is_fsdp_identity_node(torch.ones(1, requires_grad=True).exp().grad_fn)
     False
     """
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
 
 
 @requires("torch.Tensor._backward_hooks")
-def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
+def set_leaf_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
     """Make a leaf call the hooks of a table with its gradient, as `register_hook` would; many leaves share a table.
 
     Checked on 2.11, 2.13.
 
     >>> leaf, seen = torch.ones(2, requires_grad=True), []
-    >>> hook_of_a_leaf(leaf, OrderedDict({0: seen.append}))
+    >>> set_leaf_hooks(leaf, OrderedDict({0: seen.append}))
     >>> leaf.sum().backward()
     >>> seen
     [tensor([1., 1.])]
@@ -125,13 +125,13 @@ def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch
 
 
 @requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
-def saves_through_hooks() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Return whether saved-tensor hooks are active, as under activation checkpointing. Checked on 2.11, 2.13.
 
-    >>> saves_through_hooks()
+    >>> has_saved_tensor_hooks()
     False
     >>> with torch.autograd.graph.save_on_cpu():
-    ...     saves_through_hooks()
+    ...     has_saved_tensor_hooks()
     True
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -144,7 +144,7 @@ def saves_through_hooks() -> bool:
     "torch._C._EnableTorchFunction",
 )
 @contextmanager
-def as_called_outside() -> Iterator[None]:
+def reenable_autograd() -> Iterator[None]:
     """A context, for an op's implementation, in which autograd records and subclasses see functions of torch again.
 
     Checked on 2.11, 2.13.

@@ -17,7 +17,7 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @requires("torch._inductor.async_compile.maybe_warm_pool", otherwise=lambda options: None)
-def start_workers(options: dict[str, Any]) -> None:
+def start_compile_workers(options: dict[str, Any]) -> None:
     """Start the processes that compile kernels, in the background: it takes them seconds. Checked on 2.11, 2.13.
 
     Args:

@@ -176,7 +176,7 @@ def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
     _replace(TensorVariable, _READS_ATTRIBUTE, reads)
 
 
-def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
+def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
     """Make Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
     Dynamo would trace the assignment as a call that no subclass can intercept.
@@ -201,7 +201,7 @@ def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
     _replace(owner, ("_call_setattr", "call_setattr"), sets)
 
 
-def show_gradients(kind: type[torch.Tensor]) -> None:
+def trace_gradients(kind: type[torch.Tensor]) -> None:
     """Make Dynamo trace `.grad` of tensors of a type as it does for plain tensors. Checked on 2.11 - 2.15.
 
     For any other subclass, reading `.grad` breaks the graph.
@@ -220,7 +220,7 @@ def show_gradients(kind: type[torch.Tensor]) -> None:
     _replace(TensorWithTFOverrideVariable, _READS_ATTRIBUTE, reads)
 
 
-def pass_as_plain(kind: type[torch.Tensor]) -> None:
+def allow_in_compiled_code(kind: type[torch.Tensor]) -> None:
     """Allow compiled code to pass tensors of a type to aten ops. Checked on 2.11 - 2.15.
 
     Its first call would otherwise refuse them; 2.11 does not check.
@@ -295,7 +295,7 @@ def is_symbolic(value: Any) -> bool:
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
 
 
-def tell_operands_apart() -> bool:
+def trace_rmatmul() -> bool:
     """Make Dynamo trace `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, not as `Tensor.matmul(tensor, a)`.
 
     It traces `tensor @ a` as the latter too; for other operators it distinguishes the order. Checked on 2.11 - 2.15.

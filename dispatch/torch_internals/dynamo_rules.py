@@ -37,7 +37,7 @@ class _MeetsCompiler:
     def __get__(self, tensor: Any, owner: type | None = None) -> Any:
         if tensor is None:
             return None
-        meet(self._kind)
+        install_rules(self._kind)
         return vars(tensor).get(_STATIC)
 
     def __set__(self, tensor: Any, value: Any) -> None:
@@ -58,7 +58,7 @@ def on_first_compile(kind: type[torch.Tensor], *rules: Callable[[], object]) -> 
     setattr(kind, _STATIC, _MeetsCompiler(kind))
 
 
-def meet(kind: type[torch.Tensor]) -> None:
+def install_rules(kind: type[torch.Tensor]) -> None:
     """Put the rules of a type in place; break the graph where one can't be.
 
     Args:

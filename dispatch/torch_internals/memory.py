@@ -29,11 +29,11 @@ def use_count(tensor: torch.Tensor) -> int:
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
 
 
-def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
+def base_reference_count(view: torch.Tensor, base: torch.Tensor) -> int:
     """The number of references to its base that a view holds, as another view of it would. Checked on 2.11, 2.13.
 
     >>> pairs = torch.zeros(2, dtype=torch.complex64)
-    >>> holds_of_base(pairs[1:], pairs), holds_of_base(torch.view_as_real(pairs), pairs)
+    >>> base_reference_count(pairs[1:], pairs), base_reference_count(torch.view_as_real(pairs), pairs)
     (1, 2)
     """
     before = use_count(base)
@@ -45,7 +45,7 @@ def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
 
 
 @requires("torch.UntypedStorage._cdata")
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """A number that identifies the tensor's storage. Checked on 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -120,7 +120,7 @@ def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         torch.Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
 
 
-def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def keep_alive_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views without memory, each of which keeps a C++ reference to one of these tensors. Checked on 2.11, 2.13.
 
     A tensor that only its Python object holds changes hands, with counts of both, whenever C++ takes it from a list:
@@ -136,7 +136,7 @@ def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return views
 
 
-class Sharers:
+class StorageUseCounts:
     """Reference counts of some tensors' storages, the tensors themselves included. Checked on 2.11, 2.13."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

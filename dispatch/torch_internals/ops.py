@@ -45,7 +45,7 @@ def computation_dtype(*args: Any) -> torch.dtype:
     return promoted
 
 
-class LiveNumbers:
+class DynamicScalars:
     """Python numbers whose values a trace must not see: torch's unbacked SymFloat and SymInt.
 
     Checked on 2.11, 2.13.
@@ -63,7 +63,7 @@ class LiveNumbers:
         self.symbols: list[sympy.Symbol] = []
 
     def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
-        """A number of this kind; arithmetic on it is recorded, a decision on it raises what `undecidable()` gives."""
+        """Make a number of this kind: arithmetic on it is recorded, a decision on it raises `data_dependent_error()`."""
         number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
         self.symbols.append(number.node.expr)
         return number  # type: ignore[no-any-return]
@@ -85,14 +85,14 @@ class LiveNumbers:
 
 
 @requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
-def undecidable() -> type[Exception]:
+def data_dependent_error() -> type[Exception]:
     """The exception that torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
-def expression_of(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
+def sympy_expression(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
     """The sympy expression behind a live number. Checked on 2.11, 2.13."""
     return number.node.expr  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # of one that a collective still writes
 
 
-def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def have_same_placements(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Return whether each of these DTensors has the placements of the one in its place. Checked on 2.11, 2.13."""
     try:
         # FSDP2 gives a gradient the very placements of its parameter, and lists compare by identity first.
@@ -134,7 +134,7 @@ def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
     "torch._C._autograd._profiler_enabled",
     otherwise=lambda optimizer: True,
 )
-def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
+def has_step_observers(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a profiler observes this optimizer's step. Checked on 2.11, 2.13."""
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -154,7 +154,7 @@ def is_in_compiler() -> bool:
 
 
 @cache
-def take_foreach_paths(kind: type[torch.Tensor]) -> None:
+def enable_foreach_paths(kind: type[torch.Tensor]) -> None:
     """Make torch.optim take its foreach and fused paths for tensors of a subclass, as for plain tensors.
 
     Called for a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
@@ -181,7 +181,7 @@ def is_tracing() -> bool:
     return asker is not None and str(asker.f_globals.get("__name__")).startswith(_COMPILER)
 
 
-def asks_names_alone() -> bool:
+def is_asked_for_names_only() -> bool:
     """Return whether the calling `__tensor_flatten__` was itself called for the attribute names alone.
 
     The compiler does so beside a guard that checks the context, or after it. Checked on 2.11, 2.13.

@@ -3,7 +3,7 @@
 A function that uses something private says so, by its dotted path:
 
     @requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
-    def saves_through_hooks() -> bool: ...
+    def has_saved_tensor_hooks() -> bool: ...
 
 What is loaded with torch is looked for once, when the function is defined, so that a call costs nothing more. What
 torch loads later, such as its compiler, is looked for at the first call. Where something is missing, `otherwise` is

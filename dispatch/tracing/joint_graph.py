@@ -21,7 +21,7 @@ _MOVES = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
-class Halves:
+class ForwardBackward:
     """The forward and the backward of a joint graph.
 
     Args:

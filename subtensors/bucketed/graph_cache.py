@@ -198,7 +198,7 @@ class GraphCache:
         held = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.refusal:
             # A capture writes nothing, and the caller's backward is still to come.
-            with autograd.unseen_writes(self.state.buffers()):
+            with autograd.without_version_bumps(self.state.buffers()):
                 self._record(bucket)
         self._note_recorded(bucket)
         if bucket.pool is not None and bucket.is_recorded and type(bucket) is Bucket and bucket.compiled is None:

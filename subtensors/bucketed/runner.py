@@ -145,7 +145,7 @@ class Bucketed(ModuleProxy):
             if self.on_miss != "capture" and not bucket.is_due:
                 why = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(why, None, args, kwargs)
-            if is_followed and autograd.saves_through_hooks():
+            if is_followed and autograd.has_saved_tensor_hooks():
                 return self._fall_back("hooks, as of a checkpoint, take what would be recorded", None, args, kwargs)
             return self._first(visit, leaves, args, kwargs)
         if obstacle := bucket.obstacle(leaves):

@@ -110,7 +110,7 @@ def chunked_program(
         sizes, dtype: those of its result, which is on the device of the first tensor.
     """
     now = [n and not deferred for n in needs]
-    with as_called_outside(), torch.set_grad_enabled(any(now)):
+    with reenable_autograd(), torch.set_grad_enabled(any(now)):
         leaves = _leaves(tensors, now)
         result = _result(leaves, source, ints, floats)
         gradients = _gradients(result, leaves, torch.ones_like(result)) if any(now) else []

@@ -271,7 +271,7 @@ for _name, _method in _OPERATORS.items():
     setattr(TracedChunk, _name, _operator(_method))
 
 
-_tell_operands_apart = torch.compiler.assume_constant_result(tell_operands_apart)
+_tell_operands_apart = torch.compiler.assume_constant_result(trace_rmatmul)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import optree
@@ -23,8 +23,6 @@ from subtensors.dispatch.torch_internals.memory import use_count
 from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64
-
-_Key = tuple[Any, ...]
 
 
 class PackedLayout:
@@ -39,7 +37,7 @@ class PackedLayout:
         sizes: the number of values of each flat.
     """
 
-    _known: ClassVar[WeakValueDictionary[_Key, PackedLayout]] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[tuple[Hashable, ...], PackedLayout]] = WeakValueDictionary()
 
     treespec: optree.PyTreeSpec
     shapes: tuple[torch.Size, ...]
@@ -72,13 +70,13 @@ class PackedLayout:
     has_scalars: bool
     has_ties: bool
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[PackedLayout], tuple[object, ...]]:
         return PackedLayout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
 
     def __copy__(self) -> PackedLayout:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayout:
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedLayout:
         return self
 
     def __repr__(self) -> str:
@@ -102,48 +100,52 @@ class PackedLayout:
             for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True)
         ]
 
+    def metadata(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+        """The dtype, device and shape of each element."""
+        return [(flats[g].dtype, flats[g].device, shape) for g, shape in zip(self.groups, self.shapes, strict=True)]
 
-class Places:
+
+class ElementAddresses:
     """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
 
     Args:
-        layout: how they lie in the flats.
+        layout: of the elements in the flats.
         flats: of the list.
 
     Example:
         >>> import optree
         >>> t = [torch.ones(2), torch.zeros(3)]
         >>> flats, layout = pack(t, optree.tree_structure([0, 1]))
-        >>> places = Places(layout, flats)
-        >>> places.hold(t)
+        >>> addresses = ElementAddresses(layout, flats)
+        >>> addresses.match(t)
         True
         >>> t[1].data = torch.zeros(3)
-        >>> places.hold(t)
+        >>> addresses.match(t)
         False
     """
 
-    wants_grad = False
+    any_requires_grad = False
     """True if an element required grad at the last full check."""
 
     def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._addresses = layout.addresses(flats)
-        self._seen: IdentityGuard | None = None
+        self._guard: IdentityGuard | None = None
 
-    def hold(self, elements: Sequence[torch.Tensor]) -> bool:
+    def match(self, elements: Sequence[torch.Tensor]) -> bool:
         """Return whether each element is still where it was packed, with the same shape and strides."""
-        if self._seen is not None and self._seen.matches(elements):
+        if self._guard is not None and self._guard.matches(elements):
             return True
-        self._seen = None
-        are_there = (
+        self._guard = None
+        are_in_place = (
             list(map(torch.Tensor.data_ptr, elements)) == self._addresses
             and tuple(map(torch.Tensor.stride, elements)) == self._layout.strides
             and tuple([t.shape for t in elements]) == self._layout.shapes
         )
-        if are_there:
-            self._seen = IdentityGuard(elements)
-            self.wants_grad = any(t.requires_grad for t in elements)
-        return are_there
+        if are_in_place:
+            self._guard = IdentityGuard(elements)
+            self.any_requires_grad = any(t.requires_grad for t in elements)
+        return are_in_place
 
 
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
@@ -193,8 +195,8 @@ def are_private(tensors: list[torch.Tensor]) -> bool:
 
     >>> are_private([torch.ones(2)])
     True
-    >>> held = torch.ones(2)
-    >>> are_private([held])
+    >>> shared = torch.ones(2)
+    >>> are_private([shared])
     False
     """
     [unshared] = map(sys.getrefcount, [object()])

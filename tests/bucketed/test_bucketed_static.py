@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.dispatch.ops import plain_views
-from subtensors.dispatch.ops.plain_views import PlainViews
+from subtensors.dispatch.ops.plain_types import PlainViews
 
 pytestmark = pytest.mark.usefixtures("captured")
 

@@ -51,7 +51,7 @@ class Joint:
             simplified=True,
         )
         *_, self.is_present, self.roots_at, self.count = self.template.extra(points[0])
-        self.halves = Halves(self.template.module, self.count, sum(self.is_present), self.template.traces)
+        self.halves = ForwardBackward(self.template.module, self.count, sum(self.is_present), self.template.traces)
         self.forward = DynamicCode(self.halves.forward, options)
         self.backward = DynamicCode(self.halves.backward, options)
 

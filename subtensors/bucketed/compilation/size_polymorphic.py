@@ -81,7 +81,7 @@ class SizePolymorphic(ABC, Generic[T]):
         """The traces that serve one bucket each, by its sizes."""
         self._is_known = False
         if bucket.device.type == "cuda":
-            compiler.start_workers(options)
+            compiler.start_compile_workers(options)
 
     @abstractmethod
     def traced(self, bucket: Any, points: Sequence[tuple[int, ...]]) -> T:

@@ -31,7 +31,7 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
     """
     held, values = state.held(), _Values(buffers)
     random = RandomPlaces([*devices, *[t.device for t in state.tensors()]])
-    with autograd.unseen_writes(buffers):
+    with autograd.without_version_bumps(buffers):
         try:
             yield
         finally:
@@ -111,7 +111,7 @@ class _Before:
         self._state.optimizers.go_back(self._optimizers)
         for t, gradient in self._gradients:
             t.grad = gradient
-        with autograd.unseen_writes(self._values.tensors):
+        with autograd.without_version_bumps(self._values.tensors):
             self._values.put_back()
         self._random.go_back()
         if [t._version for t in self._left_out] != self._versions:

@@ -88,7 +88,7 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
-        return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)
+        return None, *ctx.run.backward(autograd.release_saved_tensors(ctx), gradients)
 
 
 class NestedCall:

@@ -185,7 +185,7 @@ class TrainedBucket(Bucket):
         started = time.perf_counter()
         for t in self.fixed():
             if id(t) not in self.own and type(t) in (Tensor, nn.Parameter):
-                autograd.take_new_accumulator(t)
+                autograd.reset_grad_accumulator(t)
         self.effects = SideEffects(self.state)
         with self.effects.recorded(leaves_gradients=self.is_differentiable):
             self.graph, outputs = pool.capture(self._forward)
