@@ -27,7 +27,7 @@ Edge = Tensor | torch.autograd.graph.Node
 
 
 class StoresTensors(Protocol):
-    """What the two functions need of a list."""
+    """The part of a list that the two functions use."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -93,7 +93,7 @@ def mark_requires_grad(x: Tensor, elements: Sequence[Tensor]) -> None:
             x.requires_grad_(elements[0].is_floating_point())
 
 
-def join(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge]) -> list[Edge] | None:
+def join_elements(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge]) -> list[Edge] | None:
     """Connect a list to its elements in the autograd graph, unless it is connected to them already.
 
     Args:
@@ -116,7 +116,7 @@ def join(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge]) -> list[
     return edges
 
 
-def split(x: Tensor, is_unconnected: bool) -> list[Tensor] | None:
+def split_elements(x: Tensor, is_unconnected: bool) -> list[Tensor] | None:
     """Return aliases, which autograd tracks, of the tensors that a traced list stores.
 
     Args:

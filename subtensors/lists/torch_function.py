@@ -1,6 +1,6 @@
-"""How a torch call on TensorLists runs: on flats, as one foreach call, batched by shape, or mapped.
+"""The four ways to run a torch call on TensorLists: on flats, as one foreach call, batched by shape, or mapped.
 
-Every function of torch means the same on lists: `torch.f(x, c)` is `[torch.f(t, c) for t in x]`. `plan` chooses the
+Every torch function means a map: `torch.f(x, c)` is `[torch.f(t, c) for t in x]`. `plan` chooses the
 cheapest way that computes just that, in this order:
 
     torch.f(x, c)
