@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import grad_mode
@@ -27,49 +27,61 @@ def reset_grad_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
+class SavesTensors(Protocol):
+    """The context of an autograd function in its backward."""
+
+    @property
+    def saved_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that its forward saved."""
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Free them, unless the graph is retained."""
+
+
 @requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
-def release_saved_tensors(ctx: Any) -> list[torch.Tensor]:
-    """Return the saved tensors of an autograd node, which frees them now unless the graph is retained.
+def release_saved_tensors(ctx: SavesTensors) -> list[torch.Tensor]:
+    """Return the saved tensors of an autograd node, and free them there now unless the graph is retained.
 
     The compiler's own nodes do the same; other nodes hold theirs until their backward has returned. Checked on 2.11,
     2.13.
     """
-    kept = list(ctx.saved_tensors)
+    saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
-    return kept
+    return saved
 
 
 @requires("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 @contextmanager
 def without_version_bumps(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A context in which autograd does not count writes to some tensors. Checked on 2.11, 2.13.
+    """Return a context in which writes to some tensors do not bump their version counters. Checked on 2.11, 2.13.
 
-    For callers that restore the values: a backward that reads one of the tensors reads what its forward read.
+    For callers that restore the values, so that a backward reads the same values as its forward.
     """
     with grad_mode._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference())):
         yield
 
 
-def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
+def run_backward(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run `Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
 
-    Torch hands them to the type, which can only go on with its overrides switched off; then the backward of an autograd
-    function that a user wrote would meet the type with its ops taken apart. Edges of the graph are no type's.
-    Checked on 2.11, which hands the second to no type, and 2.13.
+    Torch passes these calls to the type, which can only continue with its overrides switched off; then the backward of
+    a user's autograd function would see the type without them. Gradient edges have no type, so they replace the
+    tensors. Checked on 2.11, which passes `torch.autograd.backward` to no type, and 2.13.
 
     Args:
         function: one of the three.
-        args, kwargs: as torch hands them to `__torch_function__`.
+        args, kwargs: as torch passes them to `__torch_function__`.
     """
     if function is not torch.autograd.grad:
-        words = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
+        options = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
         roots = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
-        if isinstance(given := words.get("inputs"), torch.Tensor):
-            words["inputs"] = [given]
-        if words.get("inputs"):
-            words["inputs"] = list(map(_edge, words["inputs"]))
-        # An edge does not know if it is of a scalar, whose gradient may be left out.
-        return torch.autograd.backward([_edge(x) for x in roots], *args[1:], **words)
+        if isinstance(given := options.get("inputs"), torch.Tensor):
+            options["inputs"] = [given]
+        if options.get("inputs"):
+            options["inputs"] = list(map(_edge, options["inputs"]))
+        # `grad_tensors` may be left out for scalars alone, and an edge does not know whether it is one.
+        torch.autograd.backward([_edge(x) for x in roots], *args[1:], **options)
+        return None
     outputs, inputs = ([x] if isinstance(x, torch.Tensor) else list(x) for x in args)
     if kwargs.get("is_grads_batched") or not all(getattr(x, "requires_grad", True) for x in (*outputs, *inputs)):
         with torch._C.DisableTorchFunctionSubclass():
@@ -78,7 +90,7 @@ def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _edge(x: Any) -> Any:
-    """The gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
+    """Return the gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +98,7 @@ def _edge(x: Any) -> Any:
 
 
 def is_fsdp_backward_hook(hook: object) -> bool:
-    """Return whether a hook is FSDP2's own, which gathers weights for backward and passes the gradient on unread.
+    """Return whether a hook is FSDP2's own, which gathers weights for backward and returns the gradient unread.
 
     Checked on 2.11, 2.13.
 
@@ -99,7 +111,7 @@ def is_fsdp_backward_hook(hook: object) -> bool:
 
 
 def is_fsdp_identity_node(function: object) -> bool:
-    """Return whether an autograd node is FSDP2's own, which returns its input and passes its gradient on.
+    """Return whether an autograd node is FSDP2's own, which returns its input and its gradient unchanged.
 
     Checked on 2.11, 2.13.
 
@@ -110,15 +122,15 @@ def is_fsdp_identity_node(function: object) -> bool:
 
 
 @requires("torch.Tensor._backward_hooks")
-def set_leaf_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
-    """Make a leaf call the hooks of a table with its gradient, as `register_hook` would; many leaves share a table.
+def set_leaf_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], object]]) -> None:
+    """Set the hooks that a leaf calls with its gradient, as `register_hook` does; many leaves may share a table.
 
     Checked on 2.11, 2.13.
 
-    >>> leaf, seen = torch.ones(2, requires_grad=True), []
-    >>> set_leaf_hooks(leaf, OrderedDict({0: seen.append}))
+    >>> leaf, gradients = torch.ones(2, requires_grad=True), []
+    >>> set_leaf_hooks(leaf, OrderedDict({0: gradients.append}))
     >>> leaf.sum().backward()
-    >>> seen
+    >>> gradients
     [tensor([1., 1.])]
     """
     tensor._backward_hooks = hooks  # type: ignore[assignment]
@@ -145,7 +157,7 @@ def has_saved_tensor_hooks() -> bool:
 )
 @contextmanager
 def reenable_autograd() -> Iterator[None]:
-    """A context, for an op's implementation, in which autograd records and subclasses see functions of torch again.
+    """Return a context, for an op's implementation, in which autograd and `__torch_function__` work as outside the op.
 
     Checked on 2.11, 2.13.
     """

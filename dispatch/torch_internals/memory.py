@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from subtensors.dispatch.torch_internals.requires import requires
+
+if TYPE_CHECKING:
+    from _ctypes import CFuncPtr
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -105,13 +108,16 @@ def _awaits_gradient(tensor: torch.Tensor) -> bool:
     if not (tensor.is_leaf and tensor.requires_grad):
         return False
 
-    def notes() -> dict[str, bool]:
+    def metadata() -> dict[str, bool]:
         with torch.enable_grad():
-            node: Any = torch.Tensor.view_as(tensor, tensor).grad_fn
-        return node.next_functions[0][0].metadata  # type: ignore[no-any-return]
+            node = torch.Tensor.view_as(tensor, tensor).grad_fn
+        assert node is not None
+        accumulator = node.next_functions[0][0]
+        assert accumulator is not None
+        return accumulator.metadata  # type: ignore[return-value]  # a method in torch's stubs
 
-    notes()["asked"] = True  # of a node that nobody holds, nothing is left
-    return notes().pop("asked", False)
+    metadata()["asked"] = True  # kept only if something else holds the node
+    return metadata().pop("asked", False)
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -150,8 +156,8 @@ class StorageUseCounts:
 
 
 @requires("torch._C._cuda_customAllocator")
-def custom_allocator(allocate: Any, free: Any) -> Any:
-    """An allocator for `torch.cuda.MemPool` of two C functions, made by ctypes. Checked on 2.11, 2.13.
+def custom_allocator(allocate: CFuncPtr, free: CFuncPtr) -> Any:
+    """Return an allocator for `torch.cuda.MemPool` made of two C functions. Checked on 2.11, 2.13.
 
     Args:
         allocate: `void *(ssize_t size, int device, cudaStream_t stream)`.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 
 @requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
-def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
     """Torch's own decomposition of `op` into simpler ops; None when it has none. Checked on 2.11, 2.13."""
     from torch._decomp import decomposition_table
 
-    table: dict[Any, Callable[..., Any]] = decomposition_table
-    return table.get(op) or (op.decompose if op._can_decompose() else None)
+    return decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
 
 
 @requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
@@ -37,7 +36,7 @@ def default_device() -> torch.device | None:
 
 
 @requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")
-def computation_dtype(*args: Any) -> torch.dtype:
+def computation_dtype(*args: torch.Tensor | float | None) -> torch.dtype:
     """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
@@ -46,7 +45,7 @@ def computation_dtype(*args: Any) -> torch.dtype:
 
 
 class DynamicScalars:
-    """Python numbers whose values a trace must not see: torch's unbacked SymFloat and SymInt.
+    """Python numbers whose values a trace must not read: torch's unbacked SymFloat and SymInt.
 
     Checked on 2.11, 2.13.
     """
@@ -56,21 +55,21 @@ class DynamicScalars:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv()
-        # It would note and log the source line where each number was made, and import all of inductor for that.
+        # It would log the source line where each number was made, and import all of inductor for that.
         vars(self._env).update(
             _get_stack_summary=lambda *_, **__: (None, ""), _log_create_unbacked_symbol=lambda *_, **__: None
         )
         self.symbols: list[sympy.Symbol] = []
 
     def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
-        """Make a number of this kind: arithmetic on it is recorded, a decision on it raises `data_dependent_error()`."""
-        number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
+        """Make a number: arithmetic on it is recorded, a Python decision raises `data_dependent_error()`."""
+        number = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
         self.symbols.append(number.node.expr)
-        return number  # type: ignore[no-any-return]
+        return number
 
     @requires("torch.utils._sympy.printers.PythonPrinter")
     def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
-        """A function from the numbers' values, in order, to the value of an expression of them."""
+        """Return a function from the numbers' values, in order, to the value of an expression of them."""
         from torch.utils._sympy.printers import PythonPrinter
 
         if expression in self.symbols:
@@ -86,14 +85,14 @@ class DynamicScalars:
 
 @requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
 def data_dependent_error() -> type[Exception]:
-    """The exception that torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
+    """The exception that torch raises when a Python decision needs a dynamic scalar's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
 def sympy_expression(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
-    """The sympy expression behind a live number. Checked on 2.11, 2.13."""
+    """The sympy expression behind a dynamic scalar. Checked on 2.11, 2.13."""
     return number.node.expr  # type: ignore[no-any-return]
 
 
@@ -106,24 +105,24 @@ _local_tensor, _placements = attrgetter("_local_tensor"), attrgetter("_spec.plac
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local part of each DTensor, the very tensor it holds. Checked on 2.11, 2.13.
+    """Return the tensor that each DTensor stores. Checked on 2.11, 2.13.
 
-    The same as `to_local` returns where autograd records nothing, but read from C, a whole list at a time.
+    `to_local` returns the same where autograd records nothing; this reads a whole list from C.
     """
     try:
         parts = list(map(_local_tensor, tensors))
-    except AttributeError:  # of a torch that keeps it elsewhere
+    except AttributeError:  # another torch may store it elsewhere
         return [t.to_local() for t in tensors]  # type: ignore[attr-defined]
     if set(map(type, parts)) <= {torch.Tensor}:
         return parts
-    return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # of one that a collective still writes
+    return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # a collective may still write one
 
 
-def have_same_placements(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether each of these DTensors has the placements of the one in its place. Checked on 2.11, 2.13."""
+def have_same_placements(tensors: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> bool:
+    """Return whether each of these DTensors has the placements of its reference. Checked on 2.11, 2.13."""
     try:
-        # FSDP2 gives a gradient the very placements of its parameter, and lists compare by identity first.
-        return list(map(_placements, tensors)) == list(map(_placements, others))
+        # FSDP2 gives a gradient its parameter's placements object, and lists compare by identity first.
+        return list(map(_placements, tensors)) == list(map(_placements, references))
     except AttributeError:  # a plain tensor
         return False
 

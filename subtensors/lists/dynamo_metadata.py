@@ -8,10 +8,8 @@ with the layout of a packed list and with each element of an unpacked one.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import torch
-
+from subtensors.dispatch.lists.list_call import ElementList
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 
@@ -21,7 +19,7 @@ _METHODS = "size stride numel nelement dim ndimension is_contiguous element_size
 _FUNCTIONS = "numel is_floating_point is_complex".split()
 
 
-def teach_compiler(kind: type[torch.Tensor]) -> None:
+def teach_compiler(kind: type[ElementList]) -> None:
     """Make compiled code answer metadata queries on lists of this type from their elements."""
     dynamo.compile_methods_only_inlined(kind)
     reason = (
@@ -30,17 +28,16 @@ def teach_compiler(kind: type[torch.Tensor]) -> None:
     )
     dynamo_rules.on_first_compile(
         kind,
-        partial(dynamo.answer_in_compiler, kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS),
-        partial(dynamo.list_in_compiler, kind, "tensors"),
-        partial(dynamo.break_at_gradients, kind, reason),
+        partial(dynamo.answer_calls, kind, _answer, ["__len__", *_METHODS], _FUNCTIONS),
+        partial(dynamo.trace_attributes, kind, _answer, _ATTRIBUTES, "tensors", reason),
     )
 
 
-def _answer(elements: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(elements: ElementList, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     if name == "__len__":
-        return len(elements)
-    found = [getattr(t, name) for t in elements.tensors]
-    answers = found if name in _ATTRIBUTES else [ask(*args, **kwargs) for ask in found]
+        return elements.treespec.num_leaves
+    members = [getattr(t, name) for t in elements.tensors]
+    answers = members if name in _ATTRIBUTES else [method(*args, **kwargs) for method in members]
     if any(map(dynamo.is_symbolic, answers)):
         raise RuleError(
             f"{name} of a TensorList has no rule where the compiler does not know the sizes of its elements: ask "
