@@ -1,4 +1,4 @@
-"""The errors a user of subtensors can meet."""
+"""The errors that subtensors raises for users."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shapes, strides and dtypes of a list's elements in compiled code.
 
-Dynamo does not ask the type: it answers from the one shape that every tensor has for it, and that of a list counts the
-elements. So its answers are replaced by a list with one value per element. These are constants of the graph, guarded
-with the layout of a packed list and with each element of an unpacked one.
+Dynamo does not ask the type: it answers from the one shape that it has for every tensor, which for a list is the number
+of elements. So its answers are replaced by a list with one value per element. These are constants of the graph, guarded
+by the layout of a packed list and by each element of an unpacked one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def teach_compiler(kind: type[ElementList]) -> None:
     """Make compiled code answer metadata queries on lists of this type from their elements."""
     dynamo.compile_methods_only_inlined(kind)
     reason = (
-        "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "
-        "as a list of their own, or the parameters as a plain list"
+        "compiled code is given fake tensors for the elements of a TensorList, which have no .grad: give it the "
+        "gradients as a list of their own, or the parameters as a plain list"
     )
     dynamo_rules.on_first_compile(
         kind,

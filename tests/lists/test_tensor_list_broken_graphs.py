@@ -1,4 +1,4 @@
-"""Lists where compiled code ends: at a graph break they are real again, and what no stand-in has is never made up."""
+"""Lists at graph breaks: they are real tensors again, and nothing that fake tensors lack is invented."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_after_a_graph_break_a_list_is_the_list_and_its_elements_the_elements(pa
 
 @pytest.mark.parametrize("ask", [lambda x: x[0].grad, lambda x: [t.grad for t in x], lambda x: x.tensors[1].grad])
 def test_the_gradient_of_an_element_in_compiled_code_is_refused(ask: Callable[[Any], Any]) -> None:
-    with pytest.raises(Exception, match="stand-ins for the elements of a TensorList"):
+    with pytest.raises(Exception, match="fake tensors for the elements of a TensorList"):
         torch.compile(ask, backend="eager")(parameters())
 
 

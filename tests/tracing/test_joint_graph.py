@@ -45,7 +45,7 @@ def test_equal_values_are_computed_once_and_random_ones_as_often_as_they_were() 
 
     graph = made(program)
     of_output = graph.output_node().args[0][-1]  # type: ignore[index]
-    first = _merge_equals(graph, apart=[])
+    first = _merge_equals(graph, distinct=[])
     graph.eliminate_dead_code()
     assert ops(graph) == ["aten.mul.Tensor", "aten.rand_like.default", "aten.rand_like.default", "aten.add.Tensor"]
     assert first[of_output].target is aten.mul.Tensor  # type: ignore[index]
@@ -54,7 +54,7 @@ def test_equal_values_are_computed_once_and_random_ones_as_often_as_they_were() 
 
 def test_what_stands_for_something_else_is_no_equal_value() -> None:
     graph = made(lambda call, a, b: [call(aten.ones_like.default, a), call(aten.ones_like.default, a)])
-    _merge_equals(graph, apart=[graph.output_node().args[0][1]])  # type: ignore[index,list-item]
+    _merge_equals(graph, distinct=[graph.output_node().args[0][1]])  # type: ignore[index,list-item]
     graph.eliminate_dead_code()
     assert len(ops(graph)) == 2
 
@@ -73,7 +73,7 @@ def test_a_product_that_is_only_cast_comes_out_in_float32_on_a_gpu(also: str) ->
     kept += ["aten.add.Tensor"] * (also == "sum")
     for device in ("cpu", "cuda"):
         graph = made(program, device)
-        _cast_in_products(graph, list(graph.output_node().args[0]), apart=frozenset())  # type: ignore[arg-type]
+        _cast_in_products(graph, list(graph.output_node().args[0]), distinct=frozenset())  # type: ignore[arg-type]
         is_changed = device == "cuda" and not also
         assert ops(graph) == (["aten.mm.dtype", *kept[1:3]] if is_changed else kept)
 

@@ -152,7 +152,7 @@ def test_other_products_stay_as_they_are(program: Any) -> None:
 
 
 def test_large_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subtensors.dispatch.tracing.shared_inputs.LARGEST", 8 * 8 * 4)
+    monkeypatch.setattr("subtensors.dispatch.tracing.shared_inputs.MAX_WEIGHT_BYTES", 8 * 8 * 4)
     module = shared(Attention(8, True), torch.randn(5, 8))
     assert torch.ops.subtensors.grouped_linear.default not in targets(module)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from subtensors.bucketed.calls.outputs import Output, Outputs
 from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic
 from subtensors.dispatch.sizes.dim_factors import Factor
-from subtensors.dispatch.tracing.shape_template import Template
+from subtensors.dispatch.tracing.shape_template import ShapeTemplate
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
 
 if TYPE_CHECKING:
     from subtensors.bucketed.bucket import Bucket
 
 
-class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
+class Compiled(SizePolymorphic[tuple[ShapeTemplate, DynamicCode]]):
     """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
     _written: frozenset[int] = frozenset()
@@ -38,9 +38,9 @@ class Compiled(SizePolymorphic[tuple[Template, DynamicCode]]):
         bucket.written |= self._written
         return assembled(tensors, template.extra(sizes))
 
-    def traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[Template, DynamicCode]:
+    def traced(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[ShapeTemplate, DynamicCode]:
         """See `SizePolymorphic`."""
-        made = Template(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
+        made = ShapeTemplate(lambda inputs: taken_apart(bucket.run_on(inputs)), bucket.zeros, points, self.places)
         self._written |= bucket.written
         share_inputs(made.module)
         return made, DynamicCode(made.module, self.options)

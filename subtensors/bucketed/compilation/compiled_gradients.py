@@ -43,7 +43,7 @@ class Joint:
 
     def __init__(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]], options: dict[str, Any]) -> None:
         params = bucket.replaced()
-        self.template = Template(
+        self.template = ShapeTemplate(
             lambda inputs: _joint(bucket, inputs),
             lambda sizes: [*bucket.zeros(sizes), *map(detached, params)],
             points,
@@ -111,7 +111,7 @@ class CompiledGradients(SizePolymorphic[Joint]):
             tangents: the gradients of the results that require grad.
         """
         joint, sizes = self.at(bucket), bucket.reading.buckets
-        read = joint.halves.read
+        read = joint.halves.backward_inputs
         inputs = [*saved, *[detached(given[i]) for i in read], *tangents]
         open_dims: list[tuple[int, int]] = []
         if self.one is not None:
