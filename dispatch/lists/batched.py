@@ -84,14 +84,14 @@ ROWS = _rows()
 
 @dataclass(frozen=True)
 class BatchedCall:
-    """A call over lists run as one batched call a shape; `groups` are the indices of elements stacked together."""
+    """A call over lists as one batched call per shape; `groups` holds the indices of elements stacked together."""
 
     call: ListCall[ElementList]
     row: BatchRow
     groups: list[list[int]]
 
     def run(self) -> list[PyTree]:
-        """The result of each element, in order."""
+        """Run the call; return the result of each element, in order."""
         out: list[PyTree] = [None] * sum(map(len, self.groups))
         lists = [x.tensors for x in self.call.lists]
         for group in self.groups:
@@ -110,11 +110,11 @@ class BatchedCall:
 
 
 def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
-    """The batched form of a call, or None where stacking would change what is computed.
+    """Return the batched form of a call; None if stacking would change what is computed.
 
-    Every matrix operand must be a list (a plain one would be stacked for nothing), at least two elements must have the
-    same shapes, and no operand may require grad while gradients are recorded: selected results share one version
-    counter, so that an in-place op on one of them would look like a change of all.
+    Every matrix operand must be a list (a plain one would be copied for each element), at least two elements must
+    have the same shapes, and no operand may require grad while gradients are recorded: selected results share one version
+    counter, so an in-place op on one of them would count as a write to all.
     """
     row = ROWS.get(call.func)
     if row is None or "out" in call.kwargs or len(call.positions) != len(call.args):
@@ -145,7 +145,7 @@ def _select(result: PyTree, index: int) -> PyTree:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors along a new first dimension, without a copy where they lie at equal distances in one storage.
+    """Stack tensors along a new first dimension, without a copy where they lie at equal distances in one storage.
 
     Args:
         tensors: at least one; all of one shape, dtype and device.
@@ -188,7 +188,7 @@ def _distance(tensors: Sequence[Tensor]) -> int | None:
 
 
 def group_by_shape(columns: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """The indices of the elements whose tensors agree in shape, dtype and device, a list for each group."""
+    """Group the elements whose tensors agree in shape, dtype and device; return the indices of each group."""
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple([(t.shape, t.dtype, t.device) for t in row]), []).append(i)

@@ -1,7 +1,7 @@
 """The functions that act on each stored value alone, so that they may run on one flat arena of many tensors.
 
 Between the tensors of an arena lie gaps of a few unused values. A function belongs here when the values in a gap can
-change neither a result nor whether an error is raised: the pointwise ops of the class table, but for some.
+change neither a result nor whether an error is raised: the pointwise ops of the class table, with few exceptions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 
-# Pointwise, and yet unfit for an arena.
+# Pointwise ops that can't run on an arena.
 _UNFIT = {
     "mvlgamma": "checks the range of its values",
     "special_multigammaln": "checks the range of its values",
@@ -25,7 +25,7 @@ _UNFIT = {
     "remainder": "an integer division by the zero of a gap raises",
 }
 
-# Of other classes, or functions that are no aten ops: each value stays in its place, or is made there.
+# Ops of other classes, and functions that are no aten ops: each value keeps its place, or is made there.
 _IN_PLACE = frozenset(
     """
     zeros_like ones_like full_like empty_like detach alias lift_fresh positive
@@ -40,7 +40,7 @@ _OPERATORS = {
     "__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
 }  # fmt: skip
 
-# Options that make a function look at strides, draw numbers, divide whole numbers or start a graph.
+# Options that make a function read strides, draw random numbers, divide integers or start an autograd graph.
 FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
 
 

@@ -36,7 +36,7 @@ _ALIASES = {
     "div": ("divide", "true_divide"),
 }
 
-# torch.special.round is not here: it refuses whole numbers, which torch.round and its foreach form take.
+# Not torch.special.round: it refuses integers, which torch.round and its foreach form accept.
 _IN_SPECIAL = {"erf": "erf", "erfc": "erfc", "expm1": "expm1", "log1p": "log1p", "sigmoid": "expit"}
 
 
@@ -73,7 +73,7 @@ _ROWS = [
     Row("clone", ("input",), {"L": "default"}, ("memory_format",), in_place=False),
 ]
 
-# The number overloads of these take no alpha.
+# The Scalar overloads of these take no alpha.
 _ALPHA_NEEDS_TENSOR = ("add", "sub")
 
 
@@ -88,8 +88,8 @@ class Target:
 
 @functools.cache
 def targets() -> dict[Callable[..., object], Target]:
-    """Every torch function that has a foreach form, and that form."""
-    found: dict[Callable[..., object], Target] = {}
+    """Return the foreach form of every torch function that has one."""
+    forms: dict[Callable[..., object], Target] = {}
     for row in _ROWS:
         for in_place in (False, True):
             if not (row.in_place if in_place else row.functional):
@@ -104,13 +104,13 @@ def targets() -> dict[Callable[..., object], Target]:
             spellings = [getattr(owner, name, None) for name in names for owner in (torch.Tensor, torch)]
             if not in_place and row.base in _IN_SPECIAL:
                 spellings.append(getattr(torch.special, _IN_SPECIAL[row.base]))
-            found.update((func, target) for func in spellings if func is not None)
-    return found
+            forms.update((func, target) for func in spellings if func is not None)
+    return forms
 
 
 @dataclass(frozen=True)
 class ForeachCall:
-    """A call over lists that is one foreach call a group; `groups` hold the indices of elements that run together."""
+    """A call over lists as one foreach call per group; `groups` holds the indices of elements that run together."""
 
     target: Target
     overload: OpOverload
@@ -119,7 +119,7 @@ class ForeachCall:
     groups: list[list[int]] | None
 
     def run(self) -> list[torch.Tensor] | None:
-        """The results in order, or None for an in-place call."""
+        """Run the call; return the results in order, or None for an in-place call."""
         if self.groups is None:
             result: list[torch.Tensor] | None = self.overload(*self.operands, **self.options)
             return result
@@ -131,13 +131,13 @@ class ForeachCall:
         return None if self.target.in_place else out
 
     def describe(self) -> str:
-        """The overload and how many groups it runs on."""
+        """Describe the call: the overload and the number of groups."""
         count = 1 if self.groups is None else len(self.groups)
         return f"foreach {self.overload} ({count} group{'s' if count > 1 else ''})"
 
 
 def foreach_call(call: ListCall[ElementList]) -> ForeachCall | None:
-    """The foreach form of a call, or None where torch has none that computes the same."""
+    """Return the foreach form of a call; None if torch has none that computes the same."""
     target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
         return None
@@ -199,6 +199,6 @@ def _kind(value: object) -> str:
 
 
 def _repeats_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether an address occurs twice in the list: a foreach kernel would race where a map takes turns."""
+    """Return whether an address occurs twice in the list: a foreach kernel would race, and a map would not."""
     addresses = [p for p in map(torch.Tensor.data_ptr, tensors) if p]
     return len(set(addresses)) < len(addresses)

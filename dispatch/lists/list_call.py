@@ -16,7 +16,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 
 
 class ElementList(Protocol):
-    """A list of tensors, as the ways of running a call on it see it."""
+    """The part of a list of tensors that the ways to run a call use."""
 
     treespec: optree.PyTreeSpec
 
@@ -32,7 +32,7 @@ ListT = TypeVar("ListT", bound=ElementList, covariant=True)
 class ListCall(Generic[ListT]):
     """One call, and the lists among its arguments.
 
-    `leaves` are all arguments in order, `positions` the indices of the lists among them, and `lists` the lists.
+    `leaves` are all arguments in order, `positions` the indices of the lists among them.
     """
 
     func: Callable[..., PyTree]
@@ -63,7 +63,7 @@ class ListCall(Generic[ListT]):
 
 
 def list_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, list_type: type[ListT]) -> ListCall[ListT]:
-    """Take a call apart: its lists are found at any depth of tuples, lists and dicts."""
+    """Return a call with the lists among its arguments, at any depth of tuples, lists and dicts."""
     arguments: PyTree = (args, kwargs)
     leaves: list[PyTree]
     leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)

@@ -19,6 +19,6 @@ class SizeError(ValueError):
 
 
 class AddressError(RuntimeError):
-    """Memory that moved, or was used, when it must not."""
+    """Memory that moved or was used when it must not."""
 
     __module__ = "subtensors"

@@ -175,7 +175,7 @@ def _writes(op: OpOverload) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(op).arguments)
 
 
-# What a factory is told of its output, and an `out=` argument already says.
+# Options that describe a factory's output, which an `out=` argument already does.
 _TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 

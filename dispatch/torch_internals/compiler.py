@@ -142,10 +142,10 @@ def _with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, lis
     made = {node: graph.node_copy(node) for node in module.graph.find_nodes(op="placeholder")}
     own: dict[int, tuple[Tensor, fx.Node]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
-        found = attrgetter(str(node.target))(module)
-        if id(found) not in own:
-            own[id(found)] = found, graph.placeholder(f"own_{len(own)}")
-        made[node] = own[id(found)][1]
+        tensor = attrgetter(str(node.target))(module)
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor, graph.placeholder(f"own_{len(own)}")
+        made[node] = own[id(tensor)][1]
     for node in module.graph.nodes:
         if node not in made:
             made[node] = graph.node_copy(node, made.__getitem__)

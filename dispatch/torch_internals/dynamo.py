@@ -76,7 +76,7 @@ def answer_calls(kind: type[T], answer: Answer[T], methods: Collection[str], fun
 
     Args:
         kind: the type.
-        answer: gives the constants to answer with; `len` is asked by the name `__len__`.
+        answer: gives the constants to answer with; the name of `len` is `__len__`.
         methods: the names of methods.
         functions: those of the methods that are functions of torch, too.
     """

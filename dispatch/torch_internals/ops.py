@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
 def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
-    """Torch's own decomposition of `op` into simpler ops; None when it has none. Checked on 2.11, 2.13."""
+    """Return torch's own decomposition of `op` into simpler ops; None if it has none. Checked on 2.11, 2.13."""
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
@@ -30,14 +30,14 @@ def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
 
 @requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
 def default_device() -> torch.device | None:
-    """The default device of new tensors; None where nobody has set one. Checked on 2.11, 2.13."""
-    # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
+    """Return the default device of new tensors; None if none was set. Checked on 2.11, 2.13."""
+    # Only modes set one; torch's own function takes longer than this check that there is none.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 @requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")
 def computation_dtype(*args: torch.Tensor | float | None) -> torch.dtype:
-    """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
+    """Return the dtype that torch promotes tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
     _, promoted = elementwise_dtypes(*args, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH)
@@ -85,19 +85,19 @@ class DynamicScalars:
 
 @requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
 def data_dependent_error() -> type[Exception]:
-    """The exception that torch raises when a Python decision needs a dynamic scalar's value. Checked on 2.11, 2.13."""
+    """Return the exception of a Python decision that needs a dynamic scalar's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
 def sympy_expression(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
-    """The sympy expression behind a dynamic scalar. Checked on 2.11, 2.13."""
+    """Return the sympy expression behind a dynamic scalar. Checked on 2.11, 2.13."""
     return number.node.expr  # type: ignore[no-any-return]
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """An overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
+    """Return an overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
     return op._schema
 
 
@@ -174,10 +174,10 @@ def is_tracing() -> bool:
 
     if TracingContext.try_get() is not None:
         return True
-    asker: FrameType | None = sys._getframe(2)
-    while asker is not None and asker.f_code.co_name == "__torch_function__":
-        asker = asker.f_back  # a mode's, such as that of torch.set_default_device
-    return asker is not None and str(asker.f_globals.get("__name__")).startswith(_COMPILER)
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_code.co_name == "__torch_function__":
+        caller = caller.f_back  # a mode's, such as that of torch.set_default_device
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILER)
 
 
 def is_asked_for_names_only() -> bool:
@@ -185,11 +185,11 @@ def is_asked_for_names_only() -> bool:
 
     The compiler does so beside a guard that checks the context, or after it. Checked on 2.11, 2.13.
     """
-    asker = sys._getframe(2)
-    return (asker.f_globals.get("__name__"), asker.f_code.co_name) in _ASK_NAMES
+    caller = sys._getframe(2)
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _CALLERS_FOR_NAMES
 
 
-_ASK_NAMES = {
+_CALLERS_FOR_NAMES = {
     ("torch._dynamo.guards", "<lambda>"),
     ("torch._functorch._aot_autograd.subclass_utils", "flatten_subclass"),
 }

@@ -88,23 +88,23 @@ def _is_loaded(path: str) -> bool:
 
 
 def _found(path: str, load: Callable[[str], object]) -> object:
-    """The object at a dotted path; None where there is none.
+    """Return the object at a dotted path; None if there is none.
 
     Args:
         path: from `torch` on.
-        load: gives a module by its name; raises ImportError where there is none, KeyError where it is not loaded.
+        load: returns a module by its name; raises ImportError if there is none, KeyError if it is not loaded.
     """
-    found: object = torch
+    part: object = torch
     parts = path.split(".")
     for count, name in enumerate(parts[1:], start=2):
-        if hasattr(found, "__path__") and name not in vars(found):  # a package may keep a module's name for itself
+        if hasattr(part, "__path__") and name not in vars(part):  # a package may keep a module's name for itself
             try:
-                found = load(".".join(parts[:count]))
+                part = load(".".join(parts[:count]))
             except ImportError:
                 return None
         else:
-            found = getattr(found, name, None)
-    return found
+            part = getattr(part, name, None)
+    return part
 
 
 def _checked_at_first_call(

@@ -160,23 +160,23 @@ def _random(graph: fx.Graph) -> list[fx.Node]:
 
 def _downstream(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
     """Some nodes, and all nodes computed from them."""
-    found = set(sources)
+    nodes = set(sources)
     for node in graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op != "output" and not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _needed(wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that `wanted` are computed from, themselves included; the search stops at `given` ones."""
-    ends, found = set(given), set()
+    ends, nodes = set(given), set()
     todo = list(wanted)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             todo.extend(() if node in ends else node.all_input_nodes)
-    return found
+    return nodes
 
 
 def _extracted(joint: fx.GraphModule, given: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> fx.GraphModule:

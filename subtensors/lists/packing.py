@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 
 class PackedLayout:
-    """The place of each element in the flats; lists laid out alike share one object, so that `is` compares layouts.
+    """The place of each element in the flats; equal layouts are one object, so that `is` compares them.
 
     Args:
         treespec: the structure of the list.
@@ -37,7 +37,7 @@ class PackedLayout:
         sizes: the number of values of each flat.
     """
 
-    _known: ClassVar[WeakValueDictionary[tuple[Hashable, ...], PackedLayout]] = WeakValueDictionary()
+    _layouts: ClassVar[WeakValueDictionary[tuple[Hashable, ...], PackedLayout]] = WeakValueDictionary()
 
     treespec: optree.PyTreeSpec
     shapes: tuple[torch.Size, ...]
@@ -57,15 +57,15 @@ class PackedLayout:
     ) -> PackedLayout:
         """Return the one layout with these fields."""
         key = (treespec, shapes, strides, groups, offsets, sizes)
-        known = cls._known.get(key)
-        if known is None:
-            known = super().__new__(cls)
-            known.treespec, known.shapes, known.strides, known.groups, known.offsets, known.sizes = key
-            known.has_scalars = any(not shape for shape in shapes)
+        layout = cls._layouts.get(key)
+        if layout is None:
+            layout = super().__new__(cls)
+            layout.treespec, layout.shapes, layout.strides, layout.groups, layout.offsets, layout.sizes = key
+            layout.has_scalars = any(not shape for shape in shapes)
             starts = [(g, o) for g, o, s in zip(groups, offsets, shapes, strict=True) if s.numel()]
-            known.has_ties = len(set(starts)) < len(starts)
-            cls._known[key] = known
-        return known
+            layout.has_ties = len(set(starts)) < len(starts)
+            cls._layouts[key] = layout
+        return layout
 
     has_scalars: bool
     has_ties: bool
@@ -83,17 +83,17 @@ class PackedLayout:
         return f"Layout({len(self.shapes)} elements in {len(self.sizes)} flats)"
 
     def stable_hash(self) -> str:
-        """A hash of the layout, the same in every process."""
+        """Return a hash of the layout that is the same in every process."""
         parts = (str(self.treespec), self.shapes, self.strides, self.groups, self.offsets, self.sizes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def view(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The elements as views of the flats."""
+        """Return the elements as views of the flats."""
         geometry = zip(self.groups, self.shapes, self.strides, self.offsets, strict=True)
         return [flats[g].as_strided(shape, stride, offset) for g, shape, stride, offset in geometry]
 
     def addresses(self, flats: Sequence[torch.Tensor]) -> list[int]:
-        """The address of each element; 0 for an empty one."""
+        """Return the address of each element; 0 for an empty one."""
         bases = [(f.data_ptr(), f.element_size()) for f in flats]
         return [
             bases[g][0] + o * bases[g][1] if s.numel() else 0
@@ -101,7 +101,7 @@ class PackedLayout:
         ]
 
     def metadata(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
-        """The dtype, device and shape of each element."""
+        """Return the dtype, device and shape of each element."""
         return [(flats[g].dtype, flats[g].device, shape) for g, shape in zip(self.groups, self.shapes, strict=True)]
 
 
@@ -178,7 +178,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
         sizes[group] += -(-t.numel() // _ALIGNMENT) * _ALIGNMENT
     with torch.no_grad():
         flats = [torch.zeros(n, dtype=d, device=v) for n, (v, d) in zip(sizes, keys, strict=True)]
-        # empty_like keeps dense strides and makes others dense in the same order, as a pointwise result would be.
+        # empty_like keeps dense strides, and makes others dense in the same order, as a pointwise op does.
         strides = tuple(torch.empty_like(t, device="meta").stride() for t in tensors)
         shapes = tuple(t.shape for t in tensors)
         layout = PackedLayout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))

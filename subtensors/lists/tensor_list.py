@@ -158,7 +158,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         if self.arena is None and len(self):
             self._flats, self._layout = pack(self.tensors, self.treespec)
             self._addresses = ElementAddresses(self._layout, self._flats)
-            # Elements that nothing else refers to are dropped: views of the flats are made when they are asked for.
+            # Elements that nothing else refers to are dropped; `elements` makes views of the flats when they are read.
             elements, self._elements = self.elements().copy(), None
             self._elements = None if are_private(elements) else elements
         return self
@@ -298,7 +298,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         outer_stride: object,
     ) -> TensorList:
         inner = list(inner_tensors.values())
-        # At run time compiled code asks the list itself for its size, and is told those of its elements.
+        # At run time compiled code reads the size from the list itself, which returns those of its elements.
         size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
         structure, is_unconnected = context
         out = (
@@ -336,7 +336,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         if not self.is_traced():
             mark_requires_grad(self, elements)
         elif ops.is_in_compiler():
-            dynamo_rules.install_rules(TensorList)  # the first list that it meets may be one that it makes
+            dynamo_rules.install_rules(TensorList)  # the first list may be one that it makes
         return self
 
     def split_elements(self) -> TensorList:

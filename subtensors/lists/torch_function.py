@@ -9,14 +9,14 @@ cheapest way that computes just that, in this order:
       |  a matrix function, and shapes repeat             f(torch.stack(elements of a shape), c), once per shape
       v  anything else                                    f(element, c), once per element
 
-Each way is a table with its own file in `dispatch/lists/`: `flat_ops.py`, `foreach.py` and `batched.py`; a table says
-no (None) where its way would change a result, and the next one is asked. Fused math (`@st.fused`) does not pass here:
-it takes whole lists and writes one kernel.
+Each way is a table in a file of `dispatch/lists/`: `flat_ops.py`, `foreach.py` and `batched.py`. Where a way would
+change a result, its table returns None, and the next one is tried. Fused math (`@st.fused`) does not pass through here:
+it compiles a function of whole lists to one kernel.
 
 A call is intercepted above autograd, in `__torch_function__`, so gradients flow through the elements. In compiled code
 autograd and the compiler see the list as one tensor, and it arrives as an overload in `__torch_dispatch__`: on flats or
-mapped, where the op's class allows it, else refused by `RULES`. `run_in_compiler` stands between the two: it maps where
-the elements of the list must be tracked one by one (`compiled_autograd.py`).
+mapped, where the op's class allows it, else refused by `RULES`. `run_in_compiler` comes between the two: it maps where
+autograd must track the elements one by one (`compiled_autograd.py`).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ _TENSOR_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
 def _empty_result(call: Call) -> PyTree:
-    """The result of a function on an empty list: the list itself for an in-place one, else an empty list."""
+    """Return the result of a function on an empty list: the list itself if it is in place, else an empty list."""
     name = getattr(call.func, "__name__", "")
     first: TensorList = call.lists[0]
     if name in ("__set__", "__delete__"):

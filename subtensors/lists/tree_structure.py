@@ -25,12 +25,12 @@ class Structure:
 
 
 def path_name(path: Path) -> str:
-    """The path as it would be written after the name of a list, `["layers", 0]`; the root is `(root)`."""
+    """Return a path as it is written after the name of a list, `["layers", 0]`; `(root)` for the root."""
     return f"[{', '.join(map(repr, path))}]" if path else "(root)"
 
 
 def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) -> str | None:
-    """The first difference between two structures, as `path: difference`; None if they are the same."""
+    """Return the first difference between two structures, as `path: difference`; None if they are equal."""
     if a == b:
         return None
     if a.is_leaf() or b.is_leaf() or a.type is not b.type:
@@ -44,13 +44,13 @@ def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) 
             return f"{path_name((*at, key))}: missing on the left"
     children_b = dict(zip(keys_b, b.children(), strict=True))
     for key, child in zip(keys_a, a.children(), strict=True):
-        if found := first_difference(child, children_b[key], (*at, key)):
-            return found
+        if difference := first_difference(child, children_b[key], (*at, key)):
+            return difference
     return f"{path_name(at)}: {a} against {b}"
 
 
 def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
-    """The name of the path to leaf `index`."""
+    """Return the name of the path to leaf `index`."""
     return path_name(tuple(spec.paths()[index]))
 
 
@@ -58,8 +58,8 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
     """Return a pytree's tensors in order and its structure.
 
     Args:
-        tree: what a list is made of.
-        list_type: the type of lists, which no leaf may have.
+        tree: a pytree of tensors.
+        list_type: TensorList, a type that no leaf may have.
 
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
