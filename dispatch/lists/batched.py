@@ -113,8 +113,8 @@ def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
     """Return the batched form of a call; None if stacking would change what is computed.
 
     Every matrix operand must be a list (a plain one would be copied for each element), at least two elements must
-    have the same shapes, and no operand may require grad while gradients are recorded: selected results share one version
-    counter, so an in-place op on one of them would count as a write to all.
+    have the same shapes, and no operand may require grad while gradients are recorded: selected results share one
+    version counter, so an in-place op on one of them would count as a write to all.
     """
     row = ROWS.get(call.func)
     if row is None or "out" in call.kwargs or len(call.positions) != len(call.args):

@@ -1,7 +1,7 @@
 """The four ways to run a torch call on TensorLists: on flats, as one foreach call, batched by shape, or mapped.
 
-Every torch function means a map: `torch.f(x, c)` is `[torch.f(t, c) for t in x]`. `plan` chooses the
-cheapest way that computes just that, in this order:
+For every torch function, `torch.f(x, c)` on a list x means `[torch.f(t, c) for t in x]`. `plan` chooses the cheapest
+way that computes just that, in this order:
 
     torch.f(x, c)
       |  packed alike, and f acts on each value alone     f(flat, c), once per flat
@@ -94,9 +94,9 @@ def plan(call: Call) -> ListPlan:
     if (layout := _common_layout(lists)) is not None and _can_run_on_flats(call, layout):
         return ListPlan(lambda: _describe_flats(layout), lambda: _run_on_flats(call, layout))
     if foreach := foreach_call(call):
-        return ListPlan(foreach.describe, lambda: _gathered(foreach.run() or lists[0].tensors, lists))
+        return ListPlan(foreach.describe, lambda: _gather_lists(foreach.run() or lists[0].tensors, lists))
     if batched := batched_call(call):
-        return ListPlan(batched.describe, lambda: _gathered(batched.run(), lists))
+        return ListPlan(batched.describe, lambda: _gather_lists(batched.run(), lists))
     return ListPlan(lambda: "mapped element by element", lambda: _map(call))
 
 
@@ -193,19 +193,19 @@ def _map(call: Call) -> PyTree:
     for index, elements in enumerate(zip(*[x.tensors for x in lists], strict=True)):
         try:
             results.append(call.run(elements))
-        except Exception as error:  # the function's own, with the element's name
+        except Exception as error:  # raised by the function; add the element's name
             error.add_note(f"in element {leaf_name(lists[0].treespec, index)} of a TensorList")
             raise
     if all(r is None for r in results) and getattr(call.func, "__name__", "") != "__get__":
         return None
-    return _gathered(results, lists)
+    return _gather_lists(results, lists)
 
 
 RULES.register(OpClass.POINTWISE, OpClass.REDUCTION)(_map)
 
 
-def _gathered(results: list[PyTree], lists: Sequence[TensorList]) -> PyTree:
-    """Gather the results of each element into lists; results that are an argument's own elements give that argument."""
+def _gather_lists(results: list[PyTree], lists: Sequence[TensorList]) -> PyTree:
+    """Gather the results of the elements into lists; results that are an argument's elements give that argument."""
 
     def wrap(tensors: list[torch.Tensor]) -> TensorList:
         for x in lists:
@@ -273,7 +273,7 @@ def _grad(call: Call) -> ListPlan | None:
 
     def run_backward() -> tuple[PyTree, ...]:
         grads = iter(torch.autograd.grad(outputs, _all_tensors(inputs), *call.args[2:], **call.kwargs))
-        return tuple(_gathered([next(grads) for _ in x], [x]) if _is_list(x) else next(grads) for x in inputs)
+        return tuple(_gather_lists([next(grads) for _ in x], [x]) if _is_list(x) else next(grads) for x in inputs)
 
     return ListPlan(lambda: "one backward pass to all elements", run_backward)
 
