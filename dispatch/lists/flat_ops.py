@@ -41,7 +41,7 @@ _OPERATORS = {
 }  # fmt: skip
 
 # Options that make a function read strides, draw random numbers, divide integers or start an autograd graph.
-FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
+UNSUPPORTED_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
 
 
 @cache

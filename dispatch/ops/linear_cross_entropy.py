@@ -19,7 +19,7 @@ FUNCTION: Callable[..., Tensor] | None = getattr(F, "linear_cross_entropy", None
 """Torch's own function; None where this torch has none."""
 
 
-class NotDecomposable(RuleError):
+class NotComposed(RuleError):
     """A call that the two functions might compute differently, or that torch's own function refuses."""
 
 
@@ -50,7 +50,7 @@ def composed(
         options: how torch's own function divides the rows; ignored.
 
     Raises:
-        NotDecomposable: the sizes do not agree, or `ignore_index` is given with probabilities.
+        NotComposed: the sizes do not agree, or `ignore_index` is given with probabilities.
         TooManyDims: the input has more than 2 dims.
     """
     _check(input, linear_weight, target, linear_bias, ignore_index)
@@ -92,4 +92,4 @@ def _check(
         reason = "ignore_index is for classes, and the target holds probabilities"
     else:
         return
-    raise NotDecomposable(f"no rule for this linear_cross_entropy: {reason}")
+    raise NotComposed(f"no rule for this linear_cross_entropy: {reason}")

@@ -30,7 +30,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from subtensors.dispatch.lists.batched import batched_call
-from subtensors.dispatch.lists.flat_ops import FOREIGN_OPTIONS, acts_on_values, overload_acts_on_values
+from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.lists.foreach import foreach_call
 from subtensors.dispatch.lists.list_call import ListCall, gather, list_call
 from subtensors.dispatch.ops.errors import RuleError
@@ -139,7 +139,7 @@ def _common_layout(lists: Sequence[TensorList]) -> PackedLayout | None:
 
 
 def _can_run_on_flats(call: Call, layout: PackedLayout) -> bool:
-    if not acts_on_values(call.func) or any(call.kwargs.get(o) is not None for o in FOREIGN_OPTIONS):
+    if not acts_on_values(call.func) or any(call.kwargs.get(o) is not None for o in UNSUPPORTED_OPTIONS):
         return False
     if call.func in (torch.where, torch.Tensor.where) and len(call.args) + len(call.kwargs) < 3:
         return False
