@@ -154,7 +154,7 @@ class ReferenceCensus:
             in_storage = Counter(map(memory_internals.storage_id, self.tensors))
             for t in self.tensors:
                 storage_uses = memory_internals.storage_use_count(t)
-                if storage_uses > in_storage[memory_internals.storage_of(t)] or self._has_more_references(
+                if storage_uses > in_storage[memory_internals.storage_id(t)] or self._has_more_references(
                     t, expected[id(t)]
                 ):
                     return t

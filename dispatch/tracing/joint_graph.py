@@ -40,8 +40,8 @@ class ForwardBackward:
             raise NotFunctional(f"{written.target} writes in place")
         own = dict(zip(traces[-1], traces[0], strict=True))
         chosen = [own[n] for n in aten_trace.saved_for_backward(traces[-1][0].graph, joint, results, gradients)]
-        # The compiler has chosen among values; a backward that computes one of them under another name is to find it.
-        first = _merge_equals(joint.graph, apart=_outs(joint.graph)[results + gradients :])
+        # The compiler chose among values; a backward that computes one of them in another node must find it.
+        first = _merge_equals(joint.graph, distinct=_outs(joint.graph)[results + gradients :])
         chosen = [first[n] for n in chosen]
         outs = _outs(joint.graph)
         wanted, tangents = outs[results : results + gradients], outs[results + gradients :]

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.tracing import aten_trace
 
 Sizes = tuple[int, ...]
@@ -75,12 +76,12 @@ class ShapeTemplate:
     """A program's graph with dynamic sizes.
 
     Args:
-        program: a function of tensors, which returns a list of tensors and, as a pytree of ints and other values, what
-            else depends on the sizes.
-        make: the inputs at some sizes, as tensors of any values; they are not run on.
-        points: at which sizes to trace: as many as `points_needed` says, and any number more to check with.
-        places: for each size where it can be read.
-        simplified: as `decomposed` of `trace_aten`.
+        program: a function of tensors, which returns a list of tensors and a pytree of ints and other values, which may
+            depend on the sizes, too.
+        make: returns the inputs at some sizes, tensors of any values, which are not computed with.
+        points: the sizes to trace at: `points_needed` of them, and any number more to check the template with.
+        places: the source of each size.
+        simplified: see `decomposed` of `trace_aten`.
 
     Raises:
         NoTemplate: the graphs have no common template.

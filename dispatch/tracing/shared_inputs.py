@@ -38,8 +38,8 @@ def share_inputs(
     groups: dict[Hashable, list[fx.Node]] = {}
     writes_so_far = 0
     for node in nodes:
-        # What is written to between two reads is two values.
-        steps += mutates(node)
+        # A tensor that is written to between two reads is two values.
+        writes_so_far += mutates(node)
         if node.target in _PRODUCTS and not node.kwargs and len(node.args) == _PRODUCTS[node.target]:
             parameters = _own_parameters(module, node)
             if parameters and all(t.dtype in dtypes and t.device.type == device for t in parameters):
@@ -90,7 +90,7 @@ def _join(graph: fx.Graph, part: Sequence[fx.Node]) -> None:
     with graph.inserting_before(part[0]):
         copies = [[graph.get_attr(str(source.target)) for source in _sources(node)] for node in part]
         weights, biases = [w for w, *_ in copies], [b for _, *bias in copies for b in bias]
-        every = graph.call_function(torch.ops.subtensors.grouped_linear.default, (part[0].args[-2], weights, biases))
+        results = graph.call_function(torch.ops.subtensors.grouped_linear.default, (part[0].args[-2], weights, biases))
         for i, node in enumerate(part):
             node.replace_all_uses_with(graph.call_function(operator.getitem, (results, i)))
     for node in part:

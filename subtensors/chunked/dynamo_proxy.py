@@ -24,7 +24,7 @@ from subtensors.dispatch.chunked.row_layout import Policy
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.dynamo import tell_operands_apart
+from subtensors.dispatch.torch_internals.dynamo import trace_rmatmul
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePo
 from subtensors.bucketed.state.program_state import leaves_behind
 from subtensors.dispatch.ops.plain_types import detached
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
-from subtensors.dispatch.tracing.joint_graph import Halves
-from subtensors.dispatch.tracing.shape_template import NoTemplate, Template
+from subtensors.dispatch.tracing.joint_graph import ForwardBackward
+from subtensors.dispatch.tracing.shape_template import NoTemplate, ShapeTemplate
 
 if TYPE_CHECKING:
     from subtensors.bucketed.training.trained_bucket import TrainedBucket
