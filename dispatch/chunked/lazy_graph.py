@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_like
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
-from subtensors.dispatch.torch_internals.autograd import saves_through_hooks
+from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 
 Span = tuple[int, int]
 
@@ -59,7 +59,7 @@ def without_ambient_modes(grad: bool | None = None) -> AbstractContextManager[No
     Args:
         grad: whether gradients are recorded; None: unchanged.
     """
-    is_ambient = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or saves_through_hooks()
+    is_ambient = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or has_saved_tensor_hooks()
     grad = None if grad is torch.is_grad_enabled() else grad
     return _neutral_modes(grad) if is_ambient or grad is not None else _NO_MODES
 
@@ -75,7 +75,7 @@ def _neutral_modes(grad: bool | None) -> Iterator[None]:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        if saves_through_hooks():
+        if has_saved_tensor_hooks():
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity_hook, _identity_hook))
         yield
 

@@ -284,7 +284,7 @@ class OpTracer(TorchDispatchMode):
         if isinstance(argument, ProxyTensor):
             return Ref(argument.slot.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
-            expression = ops.expression_of(argument)
+            expression = ops.sympy_expression(argument)
             kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
             return self.scalars.setdefault(expression, Scalar(len(self.scalars), kind))
         return tuple(argument) if isinstance(argument, list) else argument

@@ -68,7 +68,7 @@ def trace(
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
     tracer = OpTracer(device, tuple(parameters))
-    scalars = ops.LiveNumbers()
+    scalars = ops.DynamicScalars()
     proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
     args, kwargs = replace(proxies, [scalars.new(kind) for kind in numbers])
     with torch.no_grad(), tracer, _errors_with_source():
@@ -93,7 +93,7 @@ def _errors_with_source() -> Iterator[None]:
     """A context that adds the line of the user's source to errors."""
     try:
         yield
-    except ops.undecidable() as error:
+    except ops.data_dependent_error() as error:
         raise RuleError(
             "this math cannot be fused: it needs the value of a Python number while it is traced "
             f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_line_of(error)}\n"

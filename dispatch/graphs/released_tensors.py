@@ -151,10 +151,10 @@ class ReferenceCensus:
             leaves = [t for t in self.tensors if _is_leaf(t)]
             nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in leaves]
             expected.update(map(id, leaves))
-            in_storage = Counter(map(memory_internals.storage_of, self.tensors))
+            in_storage = Counter(map(memory_internals.storage_id, self.tensors))
             for t in self.tensors:
                 storage_uses = memory_internals.storage_use_count(t)
-                if storage_uses > in_storage[memory_internals.storage_of(t)] or self._has_more_references(
+                if storage_uses > in_storage[memory_internals.storage_id(t)] or self._has_more_references(
                     t, expected[id(t)]
                 ):
                     return t
@@ -167,7 +167,9 @@ class ReferenceCensus:
         if memory_internals.use_count(t) <= expected + len(views):
             return False
         # A view across complex numbers and their parts refers to its base twice, and so do its own views.
-        return memory_internals.use_count(t) > expected + sum(memory_internals.holds_of_base(view, t) for view in views)
+        return memory_internals.use_count(t) > expected + sum(
+            memory_internals.base_reference_count(view, t) for view in views
+        )
 
 
 class Release:

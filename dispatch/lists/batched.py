@@ -1,43 +1,42 @@
 """Matrix functions over lists: elements of one shape are stacked and run as one batched call.
 
 A row of the table gives the call on operands with a leading batch dimension; `batched_call` gives None where stacking
-would change the result. Results are selected back out of the batch.
+would change the result. Results are selected back out of the batch. Parts of one arena that follow each other at equal
+distances already are a stack, so no copy is made of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from subtensors.dispatch.lists.list_call import ListCall
-from subtensors.dispatch.lists.stacking import stacked
-
-Batch = Callable[..., Any]
+from subtensors.dispatch.lists.list_call import ElementList, ListCall
+from subtensors.dispatch.ops.tree import PyTree
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
 def _addmm(
-    c: torch.Tensor,  # (batch, n) or (batch, m, n)
-    a: torch.Tensor,  # (batch, m, k)
-    b: torch.Tensor,  # (batch, k, n)
+    c: Tensor,  # (batch, n) or (batch, m, n)
+    a: Tensor,  # (batch, m, k)
+    b: Tensor,  # (batch, k, n)
     *,
     beta: float = 1,
     alpha: float = 1,
-) -> torch.Tensor:
+) -> Tensor:
     return torch.baddbmm(c.unsqueeze(1) if c.dim() == 2 else c, a, b, beta=beta, alpha=alpha)
 
 
 def _linear(
-    x: torch.Tensor,  # (batch, rows, in)
-    weight: torch.Tensor,  # (batch, out, in)
-    bias: torch.Tensor | None = None,  # (batch, out)
-) -> torch.Tensor:
+    x: Tensor,  # (batch, rows, in)
+    weight: Tensor,  # (batch, out, in)
+    bias: Tensor | None = None,  # (batch, out)
+) -> Tensor:
     return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
@@ -46,14 +45,14 @@ class BatchRow:
     """The batched form of a function: the numbers of dims that each operand may have, and the call on stacks."""
 
     dims: tuple[tuple[int, ...], ...]
-    batch: Batch
+    batch: Callable[..., PyTree]
 
 
 _MATRIX = (2, 3)
 
 
-def _rows() -> dict[Callable[..., Any], BatchRow]:
-    rows: dict[Callable[..., Any], BatchRow] = {
+def _rows() -> dict[Callable[..., PyTree], BatchRow]:
+    rows: dict[Callable[..., PyTree], BatchRow] = {
         torch.mm: BatchRow(((2,), (2,)), torch.bmm),
         torch.Tensor.mm: BatchRow(((2,), (2,)), torch.bmm),
         torch.bmm: BatchRow(((3,), (3,)), torch.matmul),
@@ -85,21 +84,21 @@ ROWS = _rows()
 
 @dataclass(frozen=True)
 class BatchedCall:
-    """A call over lists run as one batched call a shape; `groups` are the indices of elements stacked together."""
+    """A call over lists as one batched call per shape; `groups` holds the indices of elements stacked together."""
 
-    call: ListCall
+    call: ListCall[ElementList]
     row: BatchRow
     groups: list[list[int]]
 
-    def run(self) -> list[Any]:
-        """The result of each element, in order."""
-        out: list[Any] = [None] * sum(map(len, self.groups))
+    def run(self) -> list[PyTree]:
+        """Run the call; return the result of each element, in order."""
+        out: list[PyTree] = [None] * sum(map(len, self.groups))
         lists = [x.tensors for x in self.call.lists]
         for group in self.groups:
             if len(group) == 1:
                 out[group[0]] = self.call.run([x[group[0]] for x in lists])
                 continue
-            args, kwargs = self.call.with_lists([stacked([x[i] for i in group]) for x in lists])
+            args, kwargs = self.call.with_lists([stack([x[i] for i in group]) for x in lists])
             result = self.row.batch(*args, **kwargs)
             for at, i in enumerate(group):
                 out[i] = _select(result, at)
@@ -110,12 +109,12 @@ class BatchedCall:
         return f"batched by shape ({len(self.groups)} shape{'s' if len(self.groups) > 1 else ''})"
 
 
-def batched_call(call: ListCall) -> BatchedCall | None:
-    """The batched form of a call, or None where stacking would change what is computed.
+def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
+    """Return the batched form of a call; None if stacking would change what is computed.
 
-    Every matrix operand must be a list (a plain one would be stacked for nothing), at least two elements must have the
-    same shapes, and no operand may require grad while gradients are recorded: selected results share one version
-    counter, so that an in-place op on one of them would look like a change of all.
+    Every matrix operand must be a list (a plain one would be copied for each element), at least two elements must
+    have the same shapes, and no operand may require grad while gradients are recorded: selected results share one
+    version counter, so an in-place op on one of them would count as a write to all.
     """
     row = ROWS.get(call.func)
     if row is None or "out" in call.kwargs or len(call.positions) != len(call.args):
@@ -123,7 +122,7 @@ def batched_call(call: ListCall) -> BatchedCall | None:
     if len(call.args) > len(row.dims) or any(hasattr(v, "treespec") for v in call.kwargs.values()):
         return None
     lists = [x.tensors for x in call.lists]
-    by_shape: dict[Any, list[int]] = {}
+    by_shape: dict[Hashable, list[int]] = {}
     records = torch.is_grad_enabled()
     for i, elements in enumerate(zip(*lists, strict=True)):
         dims = [t.dim() for t in elements]
@@ -139,7 +138,87 @@ def batched_call(call: ListCall) -> BatchedCall | None:
     return BatchedCall(call, row, list(by_shape.values()))
 
 
-def _select(result: Any, index: int) -> Any:
-    if isinstance(result, torch.Tensor):
+def _select(result: PyTree, index: int) -> PyTree:
+    if isinstance(result, Tensor):
         return result[index]
     return type(result)([_select(part, index) for part in result])
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors along a new first dimension, without a copy where they lie at equal distances in one storage.
+
+    Args:
+        tensors: at least one; all of one shape, dtype and device.
+
+    Returns:
+        (len(tensors), *shape). It may share memory with the tensors.
+
+    Example:
+        >>> arena = torch.arange(12.0)
+        >>> parts = [arena[0:4].view(2, 2), arena[6:10].view(2, 2)]
+        >>> stack(parts)[1].data_ptr() == parts[1].data_ptr()
+        True
+        >>> stack([torch.ones(2), torch.zeros(2)])
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.unsqueeze(0)
+    step = _distance(tensors)
+    if step is None:
+        return torch.stack(list(tensors))
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), first.storage_offset())
+
+
+def _distance(tensors: Sequence[Tensor]) -> int | None:
+    """The distance in values from each tensor to the next; None if a stack of them takes a copy."""
+    first = tensors[0]
+    addresses = list(map(Tensor.data_ptr, tensors))
+    step = addresses[1] - addresses[0]
+    reach = sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)) + 1
+    is_even = addresses == [addresses[0] + i * step for i in range(len(tensors))]
+    if not is_even or not first.numel() or step % first.element_size() or step < reach * first.element_size():
+        return None
+    # Neighbours in memory may still be two allocations, and a view of one must not reach into the other.
+    storage = first.untyped_storage()._cdata
+    if any(t.untyped_storage()._cdata != storage or t.stride() != first.stride() for t in tensors):
+        return None
+    return None if any(t.requires_grad and torch.is_grad_enabled() for t in tensors) else step // first.element_size()
+
+
+def group_by_shape(columns: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Group the elements whose tensors agree in shape, dtype and device; return the indices of each group."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(zip(*columns, strict=True)):
+        groups.setdefault(tuple([(t.shape, t.dtype, t.device) for t in row]), []).append(i)
+    return list(groups.values())
+
+
+def run_by_shape(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], columns: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor]]:
+    """Call a function of stacked tensors once for each shape.
+
+    Args:
+        function: takes a stack of each column, (n, *shape), and returns a tensor, or a tuple of tensors, each with n
+            as its first dimension.
+        columns: each holds one tensor per element.
+
+    Returns:
+        For each tensor that the function returns, its parts, one per element.
+
+    Example:
+        >>> squares = [torch.eye(2), torch.ones(3, 3), 2 * torch.eye(2)]
+        >>> [t.tolist() for t in run_by_shape(lambda x: x.diagonal(dim1=1, dim2=2).sum(1), [squares])[0]]
+        [2.0, 3.0, 4.0]
+    """
+    results: list[list[Tensor]] = []
+    for indices in group_by_shape(columns):
+        returned = function(*[stack([column[i] for i in indices]) for column in columns])
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        results = results or [list(columns[0]) for _ in parts]  # replaced below, one by one
+        for result, part in zip(results, parts, strict=True):
+            for i, tensor in zip(indices, part.unbind(), strict=True):
+                result[i] = tensor
+    return results

@@ -1,21 +1,20 @@
 """The functions that act on each stored value alone, so that they may run on one flat arena of many tensors.
 
 Between the tensors of an arena lie gaps of a few unused values. A function belongs here when the values in a gap can
-change neither a result nor whether an error is raised: the pointwise ops of the class table, but for some.
+change neither a result nor whether an error is raised: the pointwise ops of the class table, with few exceptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 
-# Pointwise, and yet unfit for an arena.
+# Pointwise ops that can't run on an arena.
 _UNFIT = {
     "mvlgamma": "checks the range of its values",
     "special_multigammaln": "checks the range of its values",
@@ -26,7 +25,7 @@ _UNFIT = {
     "remainder": "an integer division by the zero of a gap raises",
 }
 
-# Of other classes, or functions that are no aten ops: each value stays in its place, or is made there.
+# Ops of other classes, and functions that are no aten ops: each value keeps its place, or is made there.
 _IN_PLACE = frozenset(
     """
     zeros_like ones_like full_like empty_like detach alias lift_fresh positive
@@ -41,18 +40,18 @@ _OPERATORS = {
     "__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
 }  # fmt: skip
 
-# Options that make a function look at strides, draw numbers, divide whole numbers or start a graph.
-FOREIGN_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
+# Options that make a function read strides, draw random numbers, divide integers or start an autograd graph.
+UNSUPPORTED_OPTIONS = {"memory_format", "layout", "generator", "rounding_mode", "pin_memory", "requires_grad"}
 
 
 @cache
-def acts_on_values(func: Callable[..., Any]) -> bool:
+def acts_on_values(func: Callable[..., object]) -> bool:
     """Return whether a torch function or method acts on each value alone, as `torch.add` does."""
     name = getattr(func, "__name__", "")
     if any(getattr(owner, name, None) is func for owner in (torch.Tensor, torch, torch.nn.functional)):
-        return _named(_OPERATORS.get(name, name))
+        return _packet_acts_on_values(_OPERATORS.get(name, name))
     if name.startswith("special_") and getattr(torch.special, name[8:], None) is func:
-        return _named(name) or _named(name[8:])
+        return _packet_acts_on_values(name) or _packet_acts_on_values(name[8:])
     return False
 
 
@@ -65,14 +64,14 @@ def overload_acts_on_values(overload: OpOverload) -> bool:
 
 
 @cache
-def _named(name: str) -> bool:
+def _packet_acts_on_values(name: str) -> bool:
     bare = name.rstrip("_")
     if bare in _UNFIT:
         return False
     if bare in _IN_PLACE:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    # What torch keeps private has conventions of its own; operators are not.
+    # Private functions have conventions of their own; the names of operators only look private.
     is_private = name.startswith("_") and not name.startswith("__")
     if is_private or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False

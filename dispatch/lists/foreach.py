@@ -8,15 +8,15 @@ call: resolving a packet at every call costs more than the kernels it launches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.lists.list_call import ListCall
+from subtensors.dispatch.lists.list_call import ElementList, ListCall
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 _UNARY = (
@@ -36,7 +36,7 @@ _ALIASES = {
     "div": ("divide", "true_divide"),
 }
 
-# torch.special.round is not here: it refuses whole numbers, which torch.round and its foreach form take.
+# Not torch.special.round: it refuses integers, which torch.round and its foreach form accept.
 _IN_SPECIAL = {"erf": "erf", "erfc": "erfc", "expm1": "expm1", "log1p": "log1p", "sigmoid": "expit"}
 
 
@@ -50,8 +50,8 @@ class Row:
     options: tuple[str, ...] = ()
     in_place: bool = True
     functional: bool = True
-    is_of_order: bool = False
-    """True for a comparison: torch refuses complex values, for a list by another kind of error than for a tensor."""
+    is_comparison: bool = False
+    """True if the op compares values: torch refuses complex ones, for lists with another error than for tensors."""
 
 
 _ROWS = [
@@ -60,8 +60,8 @@ _ROWS = [
     Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}, ("alpha",)),
     Row("mul", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
     Row("div", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
-    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
-    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_of_order=True),
+    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
+    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
     Row("clamp_min", ("input", "min"), {"LL": "List", "LS": "Scalar"}),
     Row("clamp_max", ("input", "max"), {"LL": "List", "LS": "Scalar"}),
     Row("pow", ("input", "exponent"), {"LL": "List", "LS": "Scalar", "SL": "ScalarAndTensor"}),
@@ -73,7 +73,7 @@ _ROWS = [
     Row("clone", ("input",), {"L": "default"}, ("memory_format",), in_place=False),
 ]
 
-# The number overloads of these take no alpha.
+# The Scalar overloads of these take no alpha.
 _ALPHA_NEEDS_TENSOR = ("add", "sub")
 
 
@@ -87,9 +87,9 @@ class Target:
 
 
 @functools.cache
-def targets() -> dict[Callable[..., Any], Target]:
-    """Every torch function that has a foreach form, and that form."""
-    found: dict[Callable[..., Any], Target] = {}
+def targets() -> dict[Callable[..., object], Target]:
+    """Return the foreach form of every torch function that has one."""
+    forms: dict[Callable[..., object], Target] = {}
     for row in _ROWS:
         for in_place in (False, True):
             if not (row.in_place if in_place else row.functional):
@@ -104,26 +104,26 @@ def targets() -> dict[Callable[..., Any], Target]:
             spellings = [getattr(owner, name, None) for name in names for owner in (torch.Tensor, torch)]
             if not in_place and row.base in _IN_SPECIAL:
                 spellings.append(getattr(torch.special, _IN_SPECIAL[row.base]))
-            found.update((func, target) for func in spellings if func is not None)
-    return found
+            forms.update((func, target) for func in spellings if func is not None)
+    return forms
 
 
 @dataclass(frozen=True)
 class ForeachCall:
-    """A call over lists that is one foreach call a group; `groups` hold the indices of elements that run together."""
+    """A call over lists as one foreach call per group; `groups` holds the indices of elements that run together."""
 
     target: Target
     overload: OpOverload
-    operands: tuple[Any, ...]
-    options: dict[str, Any]
+    operands: Args
+    options: Kwargs
     groups: list[list[int]] | None
 
     def run(self) -> list[torch.Tensor] | None:
-        """The results in order, or None for an in-place call."""
+        """Run the call; return the results in order, or None for an in-place call."""
         if self.groups is None:
             result: list[torch.Tensor] | None = self.overload(*self.operands, **self.options)
             return result
-        out: list[Any] = [None] * sum(map(len, self.groups))
+        out: list[PyTree] = [None] * sum(map(len, self.groups))
         for group in self.groups:
             part = [[x[i] for i in group] if isinstance(x, list) else x for x in self.operands]
             for i, result in zip(group, self.overload(*part, **self.options) or (), strict=False):
@@ -131,13 +131,13 @@ class ForeachCall:
         return None if self.target.in_place else out
 
     def describe(self) -> str:
-        """The overload and how many groups it runs on."""
+        """Describe the call: the overload and the number of groups."""
         count = 1 if self.groups is None else len(self.groups)
         return f"foreach {self.overload} ({count} group{'s' if count > 1 else ''})"
 
 
-def foreach_call(call: ListCall) -> ForeachCall | None:
-    """The foreach form of a call, or None where torch has none that computes the same."""
+def foreach_call(call: ListCall[ElementList]) -> ForeachCall | None:
+    """Return the foreach form of a call; None if torch has none that computes the same."""
     target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
         return None
@@ -159,7 +159,7 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
     distinct = set(signatures)
     for signature in distinct:
         for dtype, device, layout, kind in signature:
-            if target.row.is_of_order and dtype.is_complex:
+            if target.row.is_comparison and dtype.is_complex:
                 return None
             if layout is not torch.strided or kind not in PLAIN_TYPES:
                 return None
@@ -169,14 +169,14 @@ def foreach_call(call: ListCall) -> ForeachCall | None:
         return None
     groups = None
     if len(distinct) > 1:
-        by_signature: dict[Any, list[int]] = {}
+        by_signature: dict[Hashable, list[int]] = {}
         for i, signature in enumerate(signatures):
             by_signature.setdefault(signature, []).append(i)
         groups = list(by_signature.values())
     return ForeachCall(target, overload, operands, options, groups)
 
 
-def _bind(row: Row, call: ListCall) -> tuple[list[Any], dict[str, Any]] | None:
+def _bind(row: Row, call: ListCall[ElementList]) -> tuple[list[PyTree], Kwargs] | None:
     if len(call.args) > len(row.operands):
         return None
     values = list(call.args)
@@ -199,6 +199,6 @@ def _kind(value: object) -> str:
 
 
 def _repeats_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether an address occurs twice in the list: a foreach kernel would race where a map takes turns."""
+    """Return whether an address occurs twice in the list: a foreach kernel would race, and a map would not."""
     addresses = [p for p in map(torch.Tensor.data_ptr, tensors) if p]
     return len(set(addresses)) < len(addresses)

@@ -7,56 +7,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import optree
 import torch
 
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+
+
+class ElementList(Protocol):
+    """The part of a list of tensors that the ways to run a call use."""
+
+    treespec: optree.PyTreeSpec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The elements."""
+
+
+ListT = TypeVar("ListT", bound=ElementList, covariant=True)
+
 
 @dataclass(frozen=True)
-class ListCall:
+class ListCall(Generic[ListT]):
     """One call, and the lists among its arguments.
 
-    `leaves` are all arguments in order, `positions` the indices of the lists among them, and `lists` the lists.
+    `leaves` are all arguments in order, `positions` the indices of the lists among them.
     """
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
+    func: Callable[..., PyTree]
+    args: Args
+    kwargs: Kwargs
+    leaves: list[PyTree]
     spec: optree.PyTreeSpec
     positions: tuple[int, ...]
 
     @property
-    def lists(self) -> list[Any]:
+    def lists(self) -> list[ListT]:
         """The list arguments, first to last."""
         return [self.leaves[i] for i in self.positions]
 
-    def with_lists(self, values: Iterable[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_lists(self, values: Iterable[object]) -> tuple[Args, Kwargs]:
         """The arguments with each list replaced by a value."""
         leaves = list(self.leaves)
         for position, value in zip(self.positions, values, strict=True):
             leaves[position] = value
-        rebuilt: Any = self.spec.unflatten(leaves)
+        rebuilt: PyTree = self.spec.unflatten(leaves)
         args, kwargs = rebuilt
         return args, kwargs
 
-    def run(self, values: Iterable[object]) -> Any:
+    def run(self, values: Iterable[object]) -> PyTree:
         """Make the call with each list replaced by a value."""
         args, kwargs = self.with_lists(values)
         return self.func(*args, **kwargs)
 
 
-def list_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], list_type: type) -> ListCall:
-    """Take a call apart: its lists are found at any depth of tuples, lists and dicts."""
-    everything: Any = (args, kwargs)
-    leaves: list[Any]
-    leaves, spec = optree.tree_flatten(everything, none_is_leaf=True)
+def list_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, list_type: type[ListT]) -> ListCall[ListT]:
+    """Return a call with the lists among its arguments, at any depth of tuples, lists and dicts."""
+    arguments: PyTree = (args, kwargs)
+    leaves: list[PyTree]
+    leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, list_type))
     return ListCall(func, args, kwargs, leaves, spec, positions)
 
 
-def gather(results: Sequence[Any], wrap: Callable[[list[torch.Tensor]], Any]) -> Any:
+def gather(results: Sequence[PyTree], wrap: Callable[[list[torch.Tensor]], PyTree]) -> PyTree:
     """Gather the results of all elements into one value.
 
     Tensors become `wrap(tensors)`; tuples, lists and dicts of one shape become that container of gathered parts

@@ -1,4 +1,4 @@
-"""The errors a user of subtensors can meet."""
+"""The errors that subtensors raises for users."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class SizeError(ValueError):
 
 
 class AddressError(RuntimeError):
-    """Memory that moved, or was used, when it must not."""
+    """Memory that moved or was used when it must not."""
 
     __module__ = "subtensors"

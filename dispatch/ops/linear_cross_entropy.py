@@ -2,14 +2,13 @@
 
     linear_cross_entropy(x, W, t) = cross_entropy(x W^T, t)
 
-With a weight of (classes, *d, features) each input has one loss a position of d: the rows of W are flattened for the
-layer, and its result is (rows, classes, *d) again. Torch has the function since 2.13.
+With a weight of (classes, *d, features) each input has one loss per position of d: the rows of W are flattened for the
+layer, and its result is reshaped to (rows, classes, *d). Torch has the function since 2.13.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,15 +16,15 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import RuleError
 
 FUNCTION: Callable[..., Tensor] | None = getattr(F, "linear_cross_entropy", None)
-"""Torch's own; None where it has none."""
+"""Torch's own function; None where this torch has none."""
 
 
 class NotComposed(RuleError):
-    """A call that the two functions may take for another, or that torch's own refuses."""
+    """A call that the two functions might compute differently, or that torch's own function refuses."""
 
 
 class TooManyDims(RuleError):
-    """An input that torch's own function refuses whatever type it has."""
+    """An input that torch's own function refuses, whatever its tensor type."""
 
 
 def composed(
@@ -38,7 +37,7 @@ def composed(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options: Any = None,
+    options: object = None,
 ) -> Tensor:
     """The loss, by `F.linear` and `F.cross_entropy`.
 
@@ -48,10 +47,10 @@ def composed(
         target: classes, of the input's shape without features and with d; or probabilities, with classes too.
         linear_bias: (classes, *d).
         weight, reduction, ignore_index, label_smoothing: see `F.cross_entropy`.
-        options: how torch's own function divides the rows; passed over.
+        options: how torch's own function divides the rows; ignored.
 
     Raises:
-        NotComposed: the sizes do not agree, or an index of probabilities is to be ignored.
+        NotComposed: the sizes do not agree, or `ignore_index` is given with probabilities.
         TooManyDims: the input has more than 2 dims.
     """
     _check(input, linear_weight, target, linear_bias, ignore_index)
@@ -75,7 +74,7 @@ def composed(
 def _check(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int | None
 ) -> None:
-    """Refuse what torch's own function may refuse and the two calls might not."""
+    """Raise for calls that torch's own function may refuse and the two functions might not."""
     if input.dim() > 2:
         raise TooManyDims(
             f"linear_cross_entropy takes an input of (features,) or (rows, features), got {input.dim()} dims: flatten "
@@ -83,14 +82,14 @@ def _check(
         )
     advice = "where one of them is padded, pad the other on the same Dim"
     if input.dim() < 1 or linear_weight.dim() < 2 or (linear_weight.dim() > 2 and input.dim() == 1):
-        why = f"an input of {input.dim()} dims and a weight of {linear_weight.dim()} have no scores of classes"
+        reason = f"an input of {input.dim()} dims and a weight of {linear_weight.dim()} have no scores of classes"
     elif input.shape[-1] != linear_weight.shape[-1]:
-        why = f"the input has {input.shape[-1]} features, and the weight {linear_weight.shape[-1]}: {advice}"
+        reason = f"the input has {input.shape[-1]} features, and the weight {linear_weight.shape[-1]}: {advice}"
     elif linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
         sizes = tuple(linear_bias.shape), tuple(linear_weight.shape[:-1])
-        why = f"the bias is of {sizes[0]}, and the weight's outputs are of {sizes[1]}: {advice}"
+        reason = f"the bias is of {sizes[0]}, and the weight's outputs have {sizes[1]}: {advice}"
     elif ignore_index is not None and target.is_floating_point():
-        why = "ignore_index is for classes, and the target holds probabilities"
+        reason = "ignore_index is for classes, and the target holds probabilities"
     else:
         return
-    raise NotComposed(f"no rule for this linear_cross_entropy: {why}")
+    raise NotComposed(f"no rule for this linear_cross_entropy: {reason}")

@@ -1,6 +1,6 @@
 """The op classes, and the ops that a class lists by name because torch does not declare it for them.
 
-Each group gives the one reason its ops have the class's property; tests put it to the proof by running the ops. Tags
+Each group gives the one reason its ops have the class's property; tests prove it by running the ops. Tags
 differ between torch versions: an entry stays while any supported version needs it.
 """
 

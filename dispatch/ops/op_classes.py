@@ -8,7 +8,7 @@ class is looked up in this order:
 3. what torch declares: `is_view`, then the tags `nondeterministic_seeded`, `pointwise`, `reduction`, `view_copy`;
 4. otherwise `OpClass.OTHER`.
 
-Tests put the properties to the proof by running the ops of torch's own `op_db`.
+Tests prove the properties by running the ops of torch's own `op_db`.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def _declared_class(op: OpOverload) -> OpClass:
     # A view comes first: whoever writes to the output of `positive` writes to its input.
     if op.is_view:
         return OpClass.VIEW
-    for tag, klass in (
+    for tag, cls in (
         (torch.Tag.nondeterministic_seeded, OpClass.RANDOM),
         (torch.Tag.pointwise, OpClass.POINTWISE),
         (torch.Tag.reduction, OpClass.REDUCTION),
         (torch.Tag.view_copy, OpClass.COPY),
     ):
         if tag in op.tags:
-            return klass
+            return cls
     return OpClass.OTHER
 
 
@@ -175,7 +175,7 @@ def _writes(op: OpOverload) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(op).arguments)
 
 
-# What a factory is told of its output, and an `out=` argument already says.
+# Options that describe a factory's output, which an `out=` argument already does.
 _TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 

@@ -1,18 +1,35 @@
-"""The types of tensors that kernels and foreach overloads may read and write through their addresses."""
+"""The types of tensors whose memory other code may read, and those whose memory it may not.
+
+Kernels and foreach overloads read and write plain types through their addresses. Lazy and masked types must not be
+read like that, and meet each other in calls: lazy tensors are materialized first, then the masked type's rules apply.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
+import optree
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
+from subtensors.dispatch.torch_internals.dispatcher import without_modes
 
-PLAIN_TYPES: set[type[torch.Tensor]] = {torch.Tensor, torch.nn.Parameter}
+PLAIN_TYPES: set[type[Tensor]] = {Tensor, nn.Parameter}
 """Exactly these types, not their subclasses: a subclass may mean something else by its memory."""
 
+LAZY_TYPES: set[type[Tensor]] = set()
+"""Types whose values are computed later, by a pass that does not apply the rules of other types."""
 
-def read_as_plain(kind: type[torch.Tensor], reason: str) -> None:
+MASKED_TYPES: set[type[Tensor]] = set()
+"""Types whose memory is valid only in part; only their own rules know which part."""
+
+
+def read_as_plain(kind: type[Tensor], reason: str) -> None:
     """Add a tensor subclass to the plain types, here and in compiled code.
 
     Args:
@@ -22,17 +39,62 @@ def read_as_plain(kind: type[torch.Tensor], reason: str) -> None:
     PLAIN_TYPES.add(kind)
     dynamo_rules.on_first_compile(
         kind,
-        partial(dynamo.pass_as_plain, kind),
-        partial(dynamo.show_gradients, kind),
-        partial(dynamo.break_at_moves, kind, reason),
+        partial(dynamo.allow_in_compiled_code, kind),
+        partial(dynamo.trace_gradients, kind),
+        partial(dynamo.break_at_data_assignment, kind, reason),
     )
 
 
-def detached(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain tensor that is not tracked by autograd.
+def detached(x: Tensor) -> Tensor:
+    """Return the same memory as a plain tensor that is not tracked by autograd.
 
     Args:
-        x: of one of these types.
+        x: of a plain type.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.detach(x)
+        return Tensor.detach(x)
+
+
+class PlainViews(TorchFunctionMode):
+    """A context in which torch calls get a cached, untracked plain view of each subclass tensor among their arguments.
+
+    It is for torch's tracers, which know no other types. While gradients are recorded, a tensor that requires grad is
+    passed unchanged.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.static(torch.ones(2))
+        >>> with PlainViews():
+        ...     y = x.view(1, 2)
+        >>> type(y), y.data_ptr() == x.data_ptr()
+        (<class 'torch.Tensor'>, True)
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        """Call the function with plain views of its arguments."""
+        arguments: PyTree = (args, kwargs or {})
+        if func not in _AUTOGRAD_ATTRIBUTES and any(map(_is_subclass, types)):
+            arguments = optree.tree_map(_plain_view, arguments, none_is_leaf=True)
+        args, kwargs = arguments
+        return func(*args, **kwargs)
+
+
+# Read from the tensor itself, not from its view.
+_AUTOGRAD_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")}
+
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_subclass(kind: type) -> bool:
+    return kind in PLAIN_TYPES and kind not in (Tensor, nn.Parameter)
+
+
+def _plain_view(x: PyTree) -> PyTree:
+    if not _is_subclass(type(x)) or (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if x not in _views:
+        with without_modes():
+            _views[x] = detached(x)
+    return _views[x]

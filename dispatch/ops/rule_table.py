@@ -1,20 +1,38 @@
-"""One registration mechanism for every tensor type: overload, then op, then class, then refusal."""
+"""One rule table per tensor type, with one lookup for all: overload, then op, then class, then refusal.
+
+A tensor type must say what each of some two thousand aten overloads does to it. Most differ in nothing that matters to
+the type: `exp`, `mul` and `where` all compute `out[i]` from the operands at `i`. So every overload has a class
+(`op_classes.py`), an algebraic property that tests prove on values, and a rule is written for the class. Where one op,
+or one overload of it, is special, it gets a rule of its own, and the most specific rule wins:
+
+    x.add_(1), x of a type with rules in `table`
+
+    table.lookup(aten.add_.Tensor)
+      1. aten.add_.Tensor     the overload     special to one signature, such as `out=`
+      2. aten.add_            the op           special to one op, in all its overloads
+      3. OpClass.POINTWISE    its class        right for every op of the class
+      4. RuleError            refusal          names the op, its class, the type, and what to do instead
+
+All types share this lookup. A table does not care what its functions take: a PaddedTensor's rules take a bound call,
+a TensorList's a `ListCall`. To register a key twice is an error, so the order of imports never decides which rule runs.
+To have no rule is an error too, which a type may answer with a logged fallback to plain tensors, but never silently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
+from subtensors.dispatch.ops.tree import PyTree
 
 Key = OpOverload | OpOverloadPacket | OpClass
-Rule = Callable[..., Any]
+Rule = Callable[..., PyTree]
 RuleT = TypeVar("RuleT", bound=Rule)
 
-# What to do when a type has no rule, where the type doesn't say it better.
 ADVICE: Mapping[OpClass, str] = {
     OpClass.POINTWISE: "call it on the plain tensor values",
     OpClass.REDUCTION: "reduce the plain tensor values",
@@ -29,17 +47,18 @@ ADVICE: Mapping[OpClass, str] = {
     OpClass.SCATTER_GATHER: "index the plain tensor values",
     OpClass.OTHER: "call it on the plain tensor values, or register a rule for this very op",
 }
+"""What to do where a type has no rule, unless the type gives advice of its own."""
 
 
 class RuleTable:
-    """The rules of one tensor type: what it does when it meets an op.
+    """The rules of one tensor type, by op.
 
     A key is an overload (`aten.add.Tensor`), an op with all its overloads (`aten.add`) or a class of ops
     (`OpClass.POINTWISE`). The nearest key wins: overload, then op, then class.
 
     Args:
         type_name: the type, as messages name it.
-        advice: for some classes, what to do when there is no rule; `ADVICE` says it for the others.
+        advice: for some classes, what to do when there is no rule; `ADVICE` has the rest.
 
     Example:
         >>> import torch
@@ -93,8 +112,8 @@ class RuleTable:
                 owner = rule if key in keys[:position] else self._rules.get(key)
                 if owner is not None:
                     raise ValueError(
-                        f"{self.type_name}: {_described(key)} has the rule {_called(owner)} already, "
-                        f"so {_called(rule)} can't be registered"
+                        f"{self.type_name}: {_describe_key(key)} has the rule {_rule_name(owner)} already, "
+                        f"so {_rule_name(rule)} can't be registered"
                     )
             self._rules.update(dict.fromkeys(keys, rule))
             self.resolved.clear()
@@ -146,27 +165,28 @@ plain tensor values
         key = self._matching_key(op)
         if key is None:
             return self._refusal(op)
-        return f"{_qualified(op)} on a {self.type_name}: {_called(self._rules[key])}, registered for {_described(key)}"
+        rule = _rule_name(self._rules[key])
+        return f"{_qualified(op)} on a {self.type_name}: {rule}, registered for {_describe_key(key)}"
 
     def _matching_key(self, op: OpOverload) -> Key | None:
         keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))
         return next((key for key in keys if key in self._rules), None)
 
     def _refusal(self, op: OpOverload) -> str:
-        klass = op_class(op)
-        return f"{self.type_name} has no rule for {_qualified(op)} (class {klass.value}): {self.advice[klass]}"
+        cls = op_class(op)
+        return f"{self.type_name} has no rule for {_qualified(op)} (class {cls.value}): {self.advice[cls]}"
 
 
 def _qualified(op: OpOverload) -> str:
     return f"{op.namespace}.{overload_name(op)}"
 
 
-def _described(key: Key) -> str:
+def _describe_key(key: Key) -> str:
     if isinstance(key, OpClass):
         return f"every {key.value} op"
     return _qualified(key) if isinstance(key, OpOverload) else f"every overload of {key}"
 
 
-def _called(rule: Rule) -> str:
+def _rule_name(rule: Rule) -> str:
     # An object with __call__ has no name of its own.
     return str(getattr(rule, "__qualname__", type(rule).__qualname__))

@@ -1,7 +1,7 @@
-"""Small pytrees: the arguments and results of ops, which are searched and mapped several times an op.
+"""Small pytrees: the arguments and results of ops, which are searched and mapped several times per op.
 
-For tuples, lists and dicts the recursion here is several times faster than optree, which handles what else
-`tree_leaves` and `tree_map` meet.
+For tuples, lists and dicts the recursion here is several times faster than optree, which handles the other
+containers in `tree_leaves` and `tree_map`.
 """
 
 from __future__ import annotations

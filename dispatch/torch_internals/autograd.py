@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import grad_mode
@@ -14,7 +13,7 @@ from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys
 from subtensors.dispatch.torch_internals.requires import requires
 
 
-def take_new_accumulator(leaf: torch.Tensor) -> None:
+def reset_grad_accumulator(leaf: torch.Tensor) -> None:
     """Make autograd create a new node that accumulates this leaf's gradient. Checked on 2.11, 2.13.
 
     The existing node belongs to the stream it was made on, for as long as any graph holds it. Torch drops it when data
@@ -27,49 +26,61 @@ def take_new_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
+class SavesTensors(Protocol):
+    """The context of an autograd function in its backward."""
+
+    @property
+    def saved_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that its forward saved."""
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Free them, unless the graph is retained."""
+
+
 @requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
-def taken_from(ctx: Any) -> list[torch.Tensor]:
-    """Return the saved tensors of an autograd node, which frees them now unless the graph is retained.
+def release_saved_tensors(ctx: SavesTensors) -> list[torch.Tensor]:
+    """Return the saved tensors of an autograd node, and free them there now unless the graph is retained.
 
     The compiler's own nodes do the same; other nodes hold theirs until their backward has returned. Checked on 2.11,
     2.13.
     """
-    kept = list(ctx.saved_tensors)
+    saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
-    return kept
+    return saved
 
 
 @requires("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 @contextmanager
-def unseen_writes(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A context in which autograd does not count writes to some tensors. Checked on 2.11, 2.13.
+def without_version_bumps(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Return a context in which writes to some tensors do not bump their version counters. Checked on 2.11, 2.13.
 
-    For callers that restore the values: a backward that reads one of the tensors reads what its forward read.
+    For callers that restore the values, so that a backward reads the same values as its forward.
     """
     with grad_mode._unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference())):
         yield
 
 
-def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
+def run_backward(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run `Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
 
-    Torch hands them to the type, which can only go on with its overrides switched off; then the backward of an autograd
-    function that a user wrote would meet the type with its ops taken apart. Edges of the graph are no type's.
-    Checked on 2.11, which hands the second to no type, and 2.13.
+    Torch passes these calls to the type, which can only continue with its overrides switched off; then the backward of
+    a user's autograd function would see the type without them. Gradient edges have no type, so they replace the
+    tensors. Checked on 2.11, which passes `torch.autograd.backward` to no type, and 2.13.
 
     Args:
         function: one of the three.
-        args, kwargs: as torch hands them to `__torch_function__`.
+        args, kwargs: as torch passes them to `__torch_function__`.
     """
     if function is not torch.autograd.grad:
-        words = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
+        options = {{"gradient": "grad_tensors"}.get(name, name): value for name, value in kwargs.items()}
         roots = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
-        if isinstance(given := words.get("inputs"), torch.Tensor):
-            words["inputs"] = [given]
-        if words.get("inputs"):
-            words["inputs"] = list(map(_edge, words["inputs"]))
-        # An edge does not know if it is of a scalar, whose gradient may be left out.
-        return torch.autograd.backward([_edge(x) for x in roots], *args[1:], **words)
+        if isinstance(given := options.get("inputs"), torch.Tensor):
+            options["inputs"] = [given]
+        if options.get("inputs"):
+            options["inputs"] = list(map(_edge, options["inputs"]))
+        # `grad_tensors` may be left out for scalars alone, and an edge does not know whether it is one.
+        torch.autograd.backward([_edge(x) for x in roots], *args[1:], **options)
+        return None
     outputs, inputs = ([x] if isinstance(x, torch.Tensor) else list(x) for x in args)
     if kwargs.get("is_grads_batched") or not all(getattr(x, "requires_grad", True) for x in (*outputs, *inputs)):
         with torch._C.DisableTorchFunctionSubclass():
@@ -78,19 +89,19 @@ def run_backward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _edge(x: Any) -> Any:
-    """The gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
+    """Return the gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(x)
 
 
-def prepares_backward(hook: object) -> bool:
-    """Return whether a hook is FSDP2's own, which gathers weights for backward and passes the gradient on unread.
+def is_fsdp_backward_hook(hook: object) -> bool:
+    """Return whether a hook is FSDP2's own, which gathers weights for backward and returns the gradient unread.
 
     Checked on 2.11, 2.13.
 
-    >>> prepares_backward(print)
+    >>> is_fsdp_backward_hook(print)
     False
     """
     owner = type(getattr(hook, "__self__", None))
@@ -98,40 +109,41 @@ def prepares_backward(hook: object) -> bool:
     return is_fsdp and getattr(hook, "__name__", "") == "_pre_backward"
 
 
-def passes_gradients_on(function: object) -> bool:
-    """Return whether an autograd node is FSDP2's own, which returns its input and passes its gradient on.
+def is_fsdp_identity_node(function: object) -> bool:
+    """Return whether an autograd node is FSDP2's own, which returns its input and its gradient unchanged.
 
     Checked on 2.11, 2.13.
 
-    >>> passes_gradients_on(torch.ones(1, requires_grad=True).exp().grad_fn)
+    >>> is_fsdp_identity_node(torch.ones(1, requires_grad=True).exp().grad_fn)
     False
     """
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
 
 
 @requires("torch.Tensor._backward_hooks")
-def hook_of_a_leaf(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]) -> None:
-    """Make a leaf call the hooks of a table with its gradient, as `register_hook` would; many leaves share a table.
+def set_leaf_hooks(tensor: torch.Tensor, hooks: Mapping[int, Callable[[torch.Tensor], object]]) -> None:
+    """Set the hooks that a leaf calls with its gradient, as `register_hook` does; many leaves may share a table.
 
     Checked on 2.11, 2.13.
 
-    >>> leaf, seen = torch.ones(2, requires_grad=True), []
-    >>> hook_of_a_leaf(leaf, OrderedDict({0: seen.append}))
+    >>> from collections import OrderedDict
+    >>> leaf, gradients = torch.ones(2, requires_grad=True), []
+    >>> set_leaf_hooks(leaf, OrderedDict({0: gradients.append}))
     >>> leaf.sum().backward()
-    >>> seen
+    >>> gradients
     [tensor([1., 1.])]
     """
     tensor._backward_hooks = hooks  # type: ignore[assignment]
 
 
 @requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
-def saves_through_hooks() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Return whether saved-tensor hooks are active, as under activation checkpointing. Checked on 2.11, 2.13.
 
-    >>> saves_through_hooks()
+    >>> has_saved_tensor_hooks()
     False
     >>> with torch.autograd.graph.save_on_cpu():
-    ...     saves_through_hooks()
+    ...     has_saved_tensor_hooks()
     True
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -144,8 +156,8 @@ def saves_through_hooks() -> bool:
     "torch._C._EnableTorchFunction",
 )
 @contextmanager
-def as_called_outside() -> Iterator[None]:
-    """A context, for an op's implementation, in which autograd records and subclasses see functions of torch again.
+def reenable_autograd() -> Iterator[None]:
+    """Return a context, for an op's implementation, in which autograd and `__torch_function__` work as outside the op.
 
     Checked on 2.11, 2.13.
     """

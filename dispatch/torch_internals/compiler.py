@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -12,13 +13,16 @@ from torch import Tensor, fx
 from subtensors.dispatch.torch_internals.requires import requires
 
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
-"""Those of `torch.compile` that a traced graph has a use for, or no need of."""
+"""The options of `torch.compile` that apply to a traced graph, or that it can ignore."""
+
+Code = Callable[..., Sequence[Tensor]]
+
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @requires("torch._inductor.async_compile.maybe_warm_pool", otherwise=lambda options: None)
-def start_workers(options: dict[str, Any]) -> None:
-    """Start the processes that compile kernels, in the background: it takes them seconds. Checked on 2.11, 2.13.
+def start_compile_workers(options: Mapping[str, object]) -> None:
+    """Start the processes that compile kernels, in the background, since that takes seconds. Checked on 2.11, 2.13.
 
     Args:
         options: of `torch.compile`.
@@ -37,14 +41,13 @@ def is_backend(name: str) -> bool:
 class CompiledGraph:
     """A traced graph as compiled code, for inputs of many sizes. Checked on 2.11, 2.13.
 
-    It goes to the backend as it is. `torch.compile` would run its Python once more to find the same ops, which takes
-    seconds for a large model, and look at every parameter before each call.
+    It goes straight to the backend. `torch.compile` would run its Python once more to find the same ops, which takes
+    seconds for a large model, and check every parameter before each call.
 
     Args:
-        module: the graph, which returns a list of tensors; those that it holds are read anew by each call.
-        inputs: of some sizes.
-        open_dims: which input, which of its dims: those whose sizes are left open. Sizes that are equal are taken for
-            one and the same.
+        module: the graph, which returns a list of tensors; each call reads the module's own tensors again.
+        inputs: tensors of some sizes.
+        open_dims: (input, dim) pairs whose sizes are dynamic. Equal sizes become one symbol.
         options: of `torch.compile`.
     """
 
@@ -62,66 +65,66 @@ class CompiledGraph:
         module: fx.GraphModule,
         inputs: Sequence[Tensor],
         open_dims: Collection[tuple[int, int]],
-        options: dict[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         from torch._dynamo.source import ConstantSource
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-        graph, self._held = _with_tensors_as_inputs(module)
+        graph, self._own_tensors = _with_tensors_as_inputs(module)
         self._sizes = ShapeEnv()
-        stand_ins = FakeTensorMode(shape_env=self._sizes)
+        fake_mode = FakeTensorMode(shape_env=self._sizes)
         self._inputs = []
-        for i, t in enumerate([*inputs, *self._held]):
+        for i, t in enumerate([*inputs, *self._own_tensors]):
             if not t.dim():
-                # With a source torch takes its value for a number of the caller's Python.
-                self._inputs.append(stand_ins.from_tensor(t.detach(), static_shapes=True))
+                # With a source torch would take its value for a Python number of the caller.
+                self._inputs.append(fake_mode.from_tensor(t.detach(), static_shapes=True))
                 continue
             kinds = [DimDynamic.DUCK if (i, d) in open_dims else DimDynamic.STATIC for d in range(t.dim())]
             context = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[var-annotated]
             source = ConstantSource(f"t{i}")
-            self._inputs.append(stand_ins.from_tensor(t.detach(), symbolic_context=context, source=source))
-        self._code: Callable[..., Sequence[Tensor]] = _backend(options)(graph, self._inputs)
-        self._consumer = _consumer(self._code)
+            self._inputs.append(fake_mode.from_tensor(t.detach(), symbolic_context=context, source=source))
+        self._code: Code = _backend(options)(graph, self._inputs)
+        self._boxed = _boxed(self._code)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run it."""
-        return list(self._code(*inputs, *self._held))
+        return list(self._code(*inputs, *self._own_tensors))
 
     def consume(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run it on a list that is empty afterwards: what nobody else holds is freed once it was read."""
-        taken = [*inputs, *self._held]
+        """Run it on a list, which is emptied: tensors with no other reference are freed once they were read."""
+        operands = [*inputs, *self._own_tensors]
         inputs.clear()
-        return list(self._consumer(taken))
+        return list(self._boxed(operands))
 
     def serves(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether the compiler's guards on the open sizes hold for these inputs."""
         return self._sizes.evaluate_guards_for_args(self._inputs[: len(inputs)], inputs)
 
 
-def _backend_name(options: dict[str, Any]) -> Any:
+def _backend_name(options: Mapping[str, object]) -> object:
     """The backend, by name or itself."""
     return "eager" if options.get("disable") else options.get("backend") or "inductor"
 
 
-def _backend(options: dict[str, Any]) -> Callable[..., Any]:
+def _backend(options: Mapping[str, object]) -> Callable[[fx.GraphModule, Sequence[Tensor]], Code]:
     """The callable that `torch.compile` would call with a graph and its inputs."""
     backend = _backend_name(options)
     mode, more = options.get("mode"), options.get("options")
     if backend != "inductor":
         return torch._TorchCompileWrapper(backend, mode, more, True)
     inductor = torch._TorchCompileInductorWrapper(mode, more, True)
-    # The caller captures; some modes would as well.
+    # The caller captures; some modes would, too.
     inductor.config["triton.cudagraphs"] = False
     return inductor
 
 
-def _consumer(code: Callable[..., Sequence[Tensor]]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """A backend's code as a function of a list, which it empties if it is of torch's making. Checked on 2.11, 2.13.
+def _boxed(code: Code) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """A backend's code as a function of a list, which torch's own backends empty. Checked on 2.11, 2.13.
 
-    What such a function is wrapped in has its marks, and takes the tensors one by one.
+    A wrapper of such a function carries its attributes, but takes the tensors one by one.
     """
-    inner: Any = code
+    inner: Callable[..., object] | None = code
     while inner is not None:
         parameters = inspect.signature(inner, follow_wrapped=False).parameters.values()
         if getattr(inner, "_boxed_call", False) and [p.kind for p in parameters] == [_BY_PLACE]:
@@ -131,21 +134,19 @@ def _consumer(code: Callable[..., Sequence[Tensor]]) -> Callable[[list[Tensor]],
 
 
 def _with_tensors_as_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of a graph that takes the tensors it held after its inputs, and these.
+    """A copy of a graph that takes the module's own tensors after its inputs, and these tensors.
 
     As constants their values might be compiled in.
     """
     graph = fx.Graph()
     made = {node: graph.node_copy(node) for node in module.graph.find_nodes(op="placeholder")}
-    held: dict[int, tuple[Tensor, fx.Node]] = {}
+    own: dict[int, tuple[Tensor, fx.Node]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
-        found: Any = module
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        if id(found) not in held:
-            held[id(found)] = found, graph.placeholder(f"held_{len(held)}")
-        made[node] = held[id(found)][1]
+        tensor = attrgetter(str(node.target))(module)
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor, graph.placeholder(f"own_{len(own)}")
+        made[node] = own[id(tensor)][1]
     for node in module.graph.nodes:
         if node not in made:
             made[node] = graph.node_copy(node, made.__getitem__)
-    return fx.GraphModule({}, graph), [tensor for tensor, _ in held.values()]
+    return fx.GraphModule({}, graph), [tensor for tensor, _ in own.values()]

@@ -5,28 +5,34 @@ One function each, with the versions checked.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
 from subtensors.dispatch.torch_internals.requires import requires
 
+if TYPE_CHECKING:
+    from torch._C import DispatchKeySet
+
+    Keys = tuple[DispatchKeySet, DispatchKeySet]
+
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
 
 
 @requires("torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set")
-def dispatch_keys() -> tuple[Any, Any]:
-    """The keys that torch's dispatcher includes and excludes in this thread now. Checked on 2.13."""
+def dispatch_keys() -> Keys:
+    """Return the keys that torch's dispatcher now includes and excludes in this thread. Checked on 2.13."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @requires("torch._C.DispatchKey", "torch._C.DispatchKeySet", "torch._C._ForceDispatchKeyGuard")
-def restored_dispatch_keys(keys: tuple[Any, Any], casting: bool = False) -> Any:
-    """A context in which the dispatcher includes and excludes these keys. Checked on 2.13.
+def restored_dispatch_keys(keys: Keys, casting: bool = False) -> AbstractContextManager[object]:
+    """Return a context in which the dispatcher includes and excludes these keys. Checked on 2.13.
 
     Args:
-        keys: what `dispatch_keys` gave.
-        casting: autocast's as well.
+        keys: as `dispatch_keys` returned them.
+        casting: true to include autocast's keys.
     """
     included, excluded = keys
     for key in () if casting else _AUTOCAST:
@@ -35,8 +41,8 @@ def restored_dispatch_keys(keys: tuple[Any, Any], casting: bool = False) -> Any:
 
 
 @requires("torch._C.DispatchKey", "torch._C.DispatchKeySet", "torch._C._ForceDispatchKeyGuard")
-def restored_autocast(keys: tuple[Any, Any]) -> Any:
-    """A context in which the dispatcher casts where it did under these keys. Checked on 2.13."""
+def restored_autocast(keys: Keys) -> AbstractContextManager[object]:
+    """Return a context in which the dispatcher casts where it did under these keys. Checked on 2.13."""
     included, excluded = dispatch_keys()
     for key in (getattr(torch._C.DispatchKey, name) for name in _AUTOCAST):
         if not keys[1].has(key):
@@ -45,14 +51,14 @@ def restored_autocast(keys: tuple[Any, Any]) -> Any:
 
 
 @requires("torch._C._DisableTorchDispatch")
-def without_modes() -> Any:
-    """A context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.11, 2.13."""
+def without_modes() -> AbstractContextManager[object]:
+    """Return a context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.11, 2.13."""
     return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
 
 
 @requires("torch._C._AutoDispatchBelowAutograd")
-def below_autograd() -> Any:
-    """A context in which ops go past autograd, and composite ones stay whole. Checked on 2.13."""
+def below_autograd() -> AbstractContextManager[object]:
+    """Return a context in which ops go past autograd, and composite ones are not decomposed. Checked on 2.13."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -63,7 +69,7 @@ def below_autograd() -> Any:
     "torch._is_functional_tensor",
 )
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a stand-in of a compiler or a transform, without known values. Checked on 2.13."""
+    """Return whether a tensor belongs to a compiler or a transform, and has no known values. Checked on 2.13."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

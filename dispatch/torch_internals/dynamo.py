@@ -1,8 +1,8 @@
 """Private APIs of Dynamo: rules for tracing tensors of our types, and functions that it must not compile.
 
-Nothing here happens at import. What changes Dynamo is a rule of a type (`dynamo_rules.py`), put in place when
-compiled code first meets a tensor of it. Each rule looks for what it needs and raises `MissingInternal` where this
-torch has it no longer; compiled code then breaks its graph at such tensors.
+Nothing here happens at import. What changes Dynamo is a rule of a type (`dynamo_rules.py`), installed when compiled
+code first uses a tensor of it. Each rule looks for what it needs and raises `MissingInternal` where this torch no
+longer has it; compiled code then breaks its graph at such tensors.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ import functools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
 from subtensors.dispatch.torch_internals.requires import MissingInternal, requires
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    Read = Callable[[TensorVariable, InstructionTranslatorBase, str], object]
+
+T = TypeVar("T")
+
+Answer = Callable[[T, str, tuple[object, ...], dict[str, object]], object]
+"""Gives the constant that a call by this name, with these constant arguments, returns for a fake tensor of a type."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +38,8 @@ def break_graph(reason: str, at: object) -> NoReturn:
     """Break the graph that Dynamo is tracing.
 
     Args:
-        reason: what is said where no break is allowed.
-        at: what it traces.
+        reason: the message of the error where no break is allowed.
+        at: the traced value.
     """
     errors = sys.modules.get("torch._dynamo.exc")
     if (unimplemented := getattr(errors, "unimplemented", None)) is not None:
@@ -35,7 +47,7 @@ def break_graph(reason: str, at: object) -> NoReturn:
     raise getattr(errors, "Unsupported", RuntimeError)(reason)
 
 
-def _replace(owner: Any, names: Sequence[str], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(owner: type, names: Sequence[str], wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
     """Replace a method of a class of Dynamo's by what `wrap` makes of it.
 
     Args:
@@ -54,154 +66,156 @@ _READS_ATTRIBUTE = ("tp_getattro_impl", "var_getattr")  # since 2.14; before
 _HAS_LENGTH = ("sq_length_impl", "sq_length", "method___len__")  # since 2.15; since 2.13; before
 
 
-def _value(variable: Any) -> Any:
-    """The stand-in that Dynamo traces a tensor with; None where it has none."""
+def _example(variable: TensorVariable) -> object:
+    """The fake tensor that Dynamo traces a tensor with; None where it has none."""
     return variable.proxy.node.meta.get("example_value")
 
 
-def answer_in_compiler(
-    kind: type[torch.Tensor],
-    answer: Callable[[torch.Tensor, str, tuple[Any, ...], dict[str, Any]], Any],
-    attributes: Collection[str],
-    methods: Collection[str],
-    functions: Collection[str],
-) -> None:
-    """Replace what Dynamo itself says of the geometry of tensors of a type. Checked on 2.11 - 2.15.
+def answer_calls(kind: type[T], answer: Answer[T], methods: Collection[str], functions: Collection[str]) -> None:
+    """Replace what Dynamo itself answers to calls about the geometry of tensors of a type. Checked on 2.11 - 2.15.
 
     Args:
         kind: the type.
-        answer: given a stand-in of that type, a name and constant arguments, what to say: constants.
-        attributes: the attributes of a tensor that it is asked for.
-        methods: the methods.
+        answer: gives the constants to answer with; the name of `len` is `__len__`.
+        methods: the names of methods.
         functions: those of the methods that are functions of torch, too.
     """
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    def reply(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def reply(
+        example: T,
+        tx: InstructionTranslatorBase,
+        name: str,
+        args: Sequence[VariableTracker] = (),
+        kwargs: Mapping[str, VariableTracker] | None = None,
+    ) -> object:
         constants = tuple([a.as_python_constant() for a in args])
-        named = {key: a.as_python_constant() for key, a in kwargs.items()}
-        return VariableTracker.build(tx, answer(_value(variable), name, constants, named))
+        named = {key: a.as_python_constant() for key, a in (kwargs or {}).items()}
+        return VariableTracker.build(tx, answer(example, name, constants, named))
 
-    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def read(variable: Any, tx: Any, name: str) -> Any:
-            if name in attributes and isinstance(_value(variable), kind):
-                return reply(variable, tx, name, (), {})
-            return rule(variable, tx, name)
-
-        return read
-
-    def calls(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def call(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in methods and isinstance(_value(variable), kind):
-                return reply(variable, tx, name, args, kwargs)
-            return rule(variable, tx, name, args, kwargs)
+    def calls(original: Callable[..., object]) -> Callable[..., object]:
+        def call(
+            variable: TensorVariable,
+            tx: InstructionTranslatorBase,
+            name: str,
+            args: Sequence[VariableTracker],
+            kwargs: Mapping[str, VariableTracker],
+        ) -> object:
+            if name in methods and isinstance(example := _example(variable), kind):
+                return reply(example, tx, name, args, kwargs)
+            return original(variable, tx, name, args, kwargs)
 
         return call
 
-    def counts(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def length(variable: Any, tx: Any) -> Any:
-            if isinstance(_value(variable), kind):
-                return reply(variable, tx, "__len__", (), {})
-            return rule(variable, tx)
+    def counts(original: Callable[..., object]) -> Callable[..., object]:
+        def length(variable: TensorVariable, tx: InstructionTranslatorBase) -> object:
+            if isinstance(example := _example(variable), kind):
+                return reply(example, tx, "__len__")
+            return original(variable, tx)
 
         return length
 
-    def handles(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-        def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def handles(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def handle(
+            function: object, tx: InstructionTranslatorBase, *args: VariableTracker, **kwargs: VariableTracker
+        ) -> object:
             variable = [*args, *kwargs.values()][0].realize()
-            if isinstance(variable, TensorVariable) and isinstance(_value(variable), kind):
-                return reply(variable, tx, name, (), {})
-            return rule(function, tx, *args, **kwargs)
+            if isinstance(variable, TensorVariable) and isinstance(example := _example(variable), kind):
+                return reply(example, tx, name)
+            return original(function, tx, *args, **kwargs)
 
         return handle
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
     replaced = {getattr(torch, name): handles(name, handlers[getattr(torch, name)]) for name in functions}
-    _replace(TensorVariable, _READS_ATTRIBUTE, reads)
     _replace(TensorVariable, ("call_method",), calls)
     _replace(TensorVariable, _HAS_LENGTH, counts)
     handlers.update(replaced)
 
 
-def list_in_compiler(kind: type[torch.Tensor], attribute: str) -> None:
-    """Make Dynamo trace an attribute of tensors of a type as the list of their elements. Checked on 2.11 - 2.15.
+def trace_attributes(
+    kind: type[T], answer: Answer[T], constants: Collection[str], elements: str, grad_reason: str
+) -> None:
+    """Replace how Dynamo reads some attributes of tensors of a type, a list of tensors. Checked on 2.11 - 2.15.
+
+    Dynamo takes `.grad` of a subclass for None. So reading it of a list breaks the graph. An element is, even after the
+    break, still the fake tensor that compiled code was given for it, so reading its `.grad` is an error.
 
     Args:
         kind: the type, which can be iterated over in compiled code.
-        attribute: no other tensor has one of its name.
+        answer: gives the constants to answer with.
+        constants: the names of attributes that are constants.
+        elements: the name of the attribute that is the list of elements; no other tensor has one of this name.
+        grad_reason: why `.grad` can't be read.
     """
-    from torch._dynamo.variables.base import ValueMutationNew
+    from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
     from torch._dynamo.variables.lists import ListVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
-    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def read(variable: Any, tx: Any, name: str) -> Any:
-            if name == attribute and isinstance(_value(variable), kind):
-                return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
-            return rule(variable, tx, name)
+    def read_constant(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
+        example = _example(variable)
+        assert isinstance(example, kind)
+        return VariableTracker.build(tx, answer(example, name, (), {}))
 
-        return read
+    def read_elements(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
+        return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
 
-    _replace(TensorVariable, _READS_ATTRIBUTE, reads)
+    def refuse_grad(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> NoReturn:
+        break_graph(grad_reason, variable)
 
-
-def break_at_gradients(kind: type[torch.Tensor], reason: str) -> None:
-    """Stop Dynamo from taking `.grad` of tensors of a type, or of their elements, for None. Checked on 2.11 - 2.15.
-
-    Reading `.grad` of a tensor of the type breaks the graph. An element would, even after the break, still be the
-    stand-in that compiled code was given for it, so reading its `.grad` is an error.
-
-    Args:
-        kind: the type.
-        reason: what is said of it.
-    """
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    def holder_of(variable: Any) -> Any:
+    def is_element(variable: TensorVariable) -> bool:
         nodes = [a for a in variable.proxy.node.args[:1] if isinstance(a, torch.fx.Node)]
-        return nodes[0].meta.get("example_value") if nodes else None
+        return bool(nodes) and isinstance(nodes[0].meta.get("example_value"), kind)
 
-    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def read(variable: Any, tx: Any, name: str) -> Any:
-            if name == "grad" and isinstance(_value(variable), kind):
-                break_graph(reason, variable)
-            if name == "grad" and isinstance(holder_of(variable), kind):
-                raise RuntimeError(reason)
-            return rule(variable, tx, name)
+    table: dict[str, Read] = {**dict.fromkeys(constants, read_constant), elements: read_elements, "grad": refuse_grad}
+
+    def reads(original: Read) -> Read:
+        def read(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
+            if name in table and isinstance(_example(variable), kind):
+                return table[name](variable, tx, name)
+            if name == "grad" and is_element(variable):
+                raise RuntimeError(grad_reason)
+            return original(variable, tx, name)
 
         return read
 
     _replace(TensorVariable, _READS_ATTRIBUTE, reads)
 
 
-def break_at_moves(kind: type[torch.Tensor], reason: str) -> None:
+def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
     """Make Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
     Dynamo would trace the assignment as a call that no subclass can intercept.
 
     Args:
         kind: the type.
-        reason: what is said where no break is allowed.
+        reason: the message of the error where no break is allowed.
     """
     from torch._dynamo.variables import builtin
 
-    owner: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # since 2.13
+    owner: type = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # since 2.13
 
-    def sets(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def call_setattr(variable: Any, tx: Any, tensor: Any, name: Any, value: Any) -> Any:
-            is_moved = getattr(tensor, "class_type", None) is kind and name.is_python_constant()
-            if is_moved and name.as_python_constant() == "data":
+    def sets(original: Callable[..., object]) -> Callable[..., object]:
+        def call_setattr(
+            variable: VariableTracker,
+            tx: InstructionTranslatorBase,
+            tensor: VariableTracker,
+            name: VariableTracker,
+            value: VariableTracker,
+        ) -> object:
+            is_of_kind = getattr(tensor, "class_type", None) is kind and name.is_python_constant()
+            if is_of_kind and name.as_python_constant() == "data":
                 break_graph(reason, tensor)
-            return rule(variable, tx, tensor, name, value)
+            return original(variable, tx, tensor, name, value)
 
         return call_setattr
 
     _replace(owner, ("_call_setattr", "call_setattr"), sets)
 
 
-def show_gradients(kind: type[torch.Tensor]) -> None:
+def trace_gradients(kind: type[torch.Tensor]) -> None:
     """Make Dynamo trace `.grad` of tensors of a type as it does for plain tensors. Checked on 2.11 - 2.15.
 
     For any other subclass, reading `.grad` breaks the graph.
@@ -209,18 +223,18 @@ def show_gradients(kind: type[torch.Tensor]) -> None:
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
-    def reads(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def read(variable: Any, tx: Any, name: str) -> Any:
+    def reads(original: Read) -> Read:
+        def read(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
             if name == "grad" and variable.class_type is kind:
-                return getattr(TensorVariable, rule.__name__)(variable, tx, name)
-            return rule(variable, tx, name)
+                return getattr(TensorVariable, original.__name__)(variable, tx, name)
+            return original(variable, tx, name)
 
         return read
 
     _replace(TensorWithTFOverrideVariable, _READS_ATTRIBUTE, reads)
 
 
-def pass_as_plain(kind: type[torch.Tensor]) -> None:
+def allow_in_compiled_code(kind: type[torch.Tensor]) -> None:
     """Allow compiled code to pass tensors of a type to aten ops. Checked on 2.11 - 2.15.
 
     Its first call would otherwise refuse them; 2.11 does not check.
@@ -240,7 +254,7 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
-def call_eagerly(function: Callable[..., Any], reason: str) -> None:
+def call_eagerly(function: Callable[..., object], reason: str) -> None:
     """Make Dynamo break the graph at a call of this function, and compile nothing that it calls.
 
     `torch.compiler.disable` does the same with a wrapper, which costs each call some microseconds, and loads the
@@ -248,14 +262,14 @@ def call_eagerly(function: Callable[..., Any], reason: str) -> None:
 
     Args:
         function: written in Python.
-        reason: what is said where no break is allowed.
+        reason: the message of the error where no break is allowed.
     """
     compile_only_inlined(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
-def compile_only_inlined(function: Callable[..., Any]) -> None:
+def compile_only_inlined(function: Callable[..., object]) -> None:
     """Make Dynamo compile a function only inlined into others, and not where it is called between two graphs.
 
     Checked on 2.11, 2.13.
@@ -272,7 +286,7 @@ def compile_only_inlined(function: Callable[..., Any]) -> None:
 def compile_methods_only_inlined(kind: type) -> None:
     """Apply `compile_only_inlined` to the methods and properties that a class defines. Checked on 2.11, 2.13.
 
-    Where a graph breaks, tensors of the class are actual ones, and not the stand-ins of compiled code.
+    Where a graph breaks, tensors of the class are real ones, not the fake tensors of compiled code.
     """
     for member in vars(kind).values():
         for function in (getattr(member, name, None) for name in ("fget", "fset", "__func__")):
@@ -282,33 +296,33 @@ def compile_methods_only_inlined(kind: type) -> None:
             compile_only_inlined(member)
 
 
-def _has_symbolic_type(value: Any) -> bool:
+def _has_symbolic_type(value: object) -> bool:
     values = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in values)
 
 
 @requires("torch.fx.experimental.symbolic_shapes.has_free_symbols", otherwise=_has_symbolic_type)
-def is_symbolic(value: Any) -> bool:
-    """Return whether it holds a size that the compiler has no number for. Checked on 2.11 - 2.15."""
+def is_symbolic(value: object) -> bool:
+    """Return whether a value holds a size that is a symbol to the compiler. Checked on 2.11 - 2.15."""
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
 
 
-def tell_operands_apart() -> bool:
+def trace_rmatmul() -> bool:
     """Make Dynamo trace `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, not as `Tensor.matmul(tensor, a)`.
 
     It traces `tensor @ a` as the latter too; for other operators it distinguishes the order. Checked on 2.11 - 2.15.
 
     Returns:
-        Whether it will.
+        True if it will.
     """
     try:
         from torch._dynamo.variables import builtin
 
         builtin.populate_builtin_to_tensor_fn_map()
         builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
-    except Exception as error:  # whatever a torch that nobody here has seen makes of it
+    except Exception as error:  # a newer torch may fail in any way
         _log.warning("torch %s: st.chunk in compiled code breaks the graph: %s", torch.__version__, error)
         return False
     return True

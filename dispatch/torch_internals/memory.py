@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from subtensors.dispatch.torch_internals.requires import requires
 
+if TYPE_CHECKING:
+    from _ctypes import CFuncPtr
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory, each once, in some order. Checked on 2.11 - 2.15."""
+    """Return whether the elements fill a range of memory, each once, in some order. Checked on 2.11 - 2.15."""
     return tensor.is_contiguous() or _is_dense(tensor)
 
 
@@ -29,23 +32,23 @@ def use_count(tensor: torch.Tensor) -> int:
     return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
 
 
-def holds_of_base(view: torch.Tensor, base: torch.Tensor) -> int:
-    """The number of references to its base that a view holds, as another view of it would. Checked on 2.11, 2.13.
+def base_reference_count(view: torch.Tensor, base: torch.Tensor) -> int:
+    """Return the number of references to its base that a view of this kind holds. Checked on 2.11, 2.13.
 
     >>> pairs = torch.zeros(2, dtype=torch.complex64)
-    >>> holds_of_base(pairs[1:], pairs), holds_of_base(torch.view_as_real(pairs), pairs)
+    >>> base_reference_count(pairs[1:], pairs), base_reference_count(torch.view_as_real(pairs), pairs)
     (1, 2)
     """
     before = use_count(base)
     with torch.no_grad():
         another = torch.Tensor.view_as(view, view)
-    held = use_count(base) - before
+    count = use_count(base) - before
     del another
-    return held
+    return count
 
 
 @requires("torch.UntypedStorage._cdata")
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """A number that identifies the tensor's storage. Checked on 2.11, 2.13."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -57,18 +60,18 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
-class _Nowhere(torch.Tensor):
-    """A tensor on the meta device that counts as one of another device where memory is exchanged."""
+class _MetaTensor(torch.Tensor):
+    """A tensor on the meta device that `.data` accepts for tensors of another device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
-    """Leave a tensor without memory, so that C++ that reads or writes it raises rather than ends the process.
+    """Take the memory from a tensor, so that C++ that reads or writes it raises, rather than crashes the process.
 
     Checked on 2.11 with CUDA, and 2.13 without, where the tensor is on the meta device until `give_memory`, and errors
-    are torch's. A leaf whose gradient a graph is to accumulate is left unchanged there: the gradient would follow it to
-    the meta device.
+    are torch's. A leaf whose gradient a graph will accumulate is left unchanged there: its gradient would be on
+    the meta device, too.
 
     Args:
         tensor: of any class that has a storage.
@@ -78,7 +81,7 @@ def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
         The memory, to be given back with `give_memory`.
 
     >>> t = torch.ones(2)
-    >>> memory = take_memory(t, "it is away")
+    >>> memory = take_memory(t, "it is released")
     >>> torch.func.vmap(torch.neg)(t)
     Traceback (most recent call last):
     ...
@@ -95,8 +98,10 @@ def take_memory(tensor: torch.Tensor, message: str) -> torch.Tensor:
             count = memory.untyped_storage().nbytes() // memory.element_size()
             nothing = torch.empty(count, dtype=memory.dtype, device="meta")
             nothing = nothing.as_strided(memory.shape, memory.stride(), memory.storage_offset())
-            nowhere = torch.Tensor._make_subclass(_Nowhere, nothing, False, device_for_backend_keys=memory.device)
-            give_memory(tensor, nowhere)
+            placeholder = torch.Tensor._make_subclass(
+                _MetaTensor, nothing, False, device_for_backend_keys=memory.device
+            )
+            give_memory(tensor, placeholder)
         return memory
 
 
@@ -105,38 +110,42 @@ def _awaits_gradient(tensor: torch.Tensor) -> bool:
     if not (tensor.is_leaf and tensor.requires_grad):
         return False
 
-    def notes() -> dict[str, bool]:
+    def metadata() -> dict[str, bool]:
         with torch.enable_grad():
-            node: Any = torch.Tensor.view_as(tensor, tensor).grad_fn
-        return node.next_functions[0][0].metadata  # type: ignore[no-any-return]
+            node = torch.Tensor.view_as(tensor, tensor).grad_fn
+        assert node is not None
+        accumulator = node.next_functions[0][0]
+        assert accumulator is not None
+        return accumulator.metadata  # type: ignore[return-value]  # a method in torch's stubs
 
-    notes()["asked"] = True  # of a node that nobody holds, nothing is left
-    return notes().pop("asked", False)
+    metadata()["asked"] = True  # kept only if something else holds the node
+    return metadata().pop("asked", False)
 
 
 def give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Give a tensor the memory that was taken from it, with its place there."""
+    """Give a tensor the memory back that was taken from it."""
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, memory)  # type: ignore[attr-defined]
 
 
-def holding_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views without memory, each of which keeps a C++ reference to one of these tensors. Checked on 2.11, 2.13.
+def keep_alive_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views without memory, each of which keeps a C++ reference to one of these tensors. Checked on 2.11, 2.13.
 
-    A tensor that only its Python object holds changes hands, with counts of both, whenever C++ takes it from a list:
-    reading the addresses of a thousand and counting writes to them then take twice as long. A view holds its base.
+    Whenever C++ takes a tensor that only its Python object references from a list, ownership moves between the two, and
+    both reference counts change: reading the addresses of a thousand tensors and counting writes to them then takes
+    twice as long. A view references its base.
     """
     with torch.no_grad():
         views = [t.view_as(t) for t in tensors]
     empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for view in views:
-        # Not the memory, which goes when the tensor is given another by `.data`.
+        # Not the memory, which must be freed when the tensor gets other memory by `.data`.
         kind = view.dtype, view.device
         view.data = empty.setdefault(kind, torch.empty(0, dtype=view.dtype, device=view.device))
     return views
 
 
-class Sharers:
+class StorageUseCounts:
     """Reference counts of some tensors' storages, the tensors themselves included. Checked on 2.11, 2.13."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -150,8 +159,8 @@ class Sharers:
 
 
 @requires("torch._C._cuda_customAllocator")
-def custom_allocator(allocate: Any, free: Any) -> Any:
-    """An allocator for `torch.cuda.MemPool` of two C functions, made by ctypes. Checked on 2.11, 2.13.
+def custom_allocator(allocate: CFuncPtr, free: CFuncPtr) -> Any:
+    """Return an allocator for `torch.cuda.MemPool` made of two C functions. Checked on 2.11, 2.13.
 
     Args:
         allocate: `void *(ssize_t size, int device, cudaStream_t stream)`.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
@@ -21,32 +21,31 @@ if TYPE_CHECKING:
 
 
 @requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
-def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """Torch's own decomposition of `op` into simpler ops; None when it has none. Checked on 2.11, 2.13."""
+def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
+    """Return torch's own decomposition of `op` into simpler ops; None if it has none. Checked on 2.11, 2.13."""
     from torch._decomp import decomposition_table
 
-    table: dict[Any, Callable[..., Any]] = decomposition_table
-    return table.get(op) or (op.decompose if op._can_decompose() else None)
+    return decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
 
 
 @requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
 def default_device() -> torch.device | None:
-    """The default device of new tensors; None where nobody has set one. Checked on 2.11, 2.13."""
-    # Modes decide: what torch's own function asks of each takes longer than to know that there are none.
+    """Return the default device of new tensors; None if none was set. Checked on 2.11, 2.13."""
+    # Only modes set one; torch's own function takes longer than this check that there is none.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 @requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")
-def computation_dtype(*args: Any) -> torch.dtype:
-    """The dtype torch promotes these tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
+def computation_dtype(*args: torch.Tensor | float | None) -> torch.dtype:
+    """Return the dtype that torch promotes tensors and numbers to before it compares them. Checked on 2.11, 2.13."""
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
     _, promoted = elementwise_dtypes(*args, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH)
     return promoted
 
 
-class LiveNumbers:
-    """Python numbers whose values a trace must not see: torch's unbacked SymFloat and SymInt.
+class DynamicScalars:
+    """Python numbers whose values a trace must not read: torch's unbacked SymFloat and SymInt.
 
     Checked on 2.11, 2.13.
     """
@@ -56,21 +55,21 @@ class LiveNumbers:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv()
-        # It would note and log the source line where each number was made, and import all of inductor for that.
+        # It would log the source line where each number was made, and import all of inductor for that.
         vars(self._env).update(
             _get_stack_summary=lambda *_, **__: (None, ""), _log_create_unbacked_symbol=lambda *_, **__: None
         )
         self.symbols: list[sympy.Symbol] = []
 
     def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
-        """A number of this kind; arithmetic on it is recorded, a decision on it raises what `undecidable()` gives."""
-        number: Any = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
+        """Make a number: arithmetic on it is recorded, a Python decision raises `data_dependent_error()`."""
+        number = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
         self.symbols.append(number.node.expr)
-        return number  # type: ignore[no-any-return]
+        return number
 
     @requires("torch.utils._sympy.printers.PythonPrinter")
     def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
-        """A function from the numbers' values, in order, to the value of an expression of them."""
+        """Return a function from the numbers' values, in order, to the value of an expression of them."""
         from torch.utils._sympy.printers import PythonPrinter
 
         if expression in self.symbols:
@@ -85,20 +84,20 @@ class LiveNumbers:
 
 
 @requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
-def undecidable() -> type[Exception]:
-    """The exception that torch raises when a Python decision needs a live number's value. Checked on 2.11, 2.13."""
+def data_dependent_error() -> type[Exception]:
+    """Return the exception of a Python decision that needs a dynamic scalar's value. Checked on 2.11, 2.13."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
-def expression_of(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
-    """The sympy expression behind a live number. Checked on 2.11, 2.13."""
+def sympy_expression(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
+    """Return the sympy expression behind a dynamic scalar. Checked on 2.11, 2.13."""
     return number.node.expr  # type: ignore[no-any-return]
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """An overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
+    """Return an overload's schema: its argument names, types and what it writes to. Checked on 2.13."""
     return op._schema
 
 
@@ -106,24 +105,24 @@ _local_tensor, _placements = attrgetter("_local_tensor"), attrgetter("_spec.plac
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local part of each DTensor, the very tensor it holds. Checked on 2.11, 2.13.
+    """Return the tensor that each DTensor stores. Checked on 2.11, 2.13.
 
-    The same as `to_local` returns where autograd records nothing, but read from C, a whole list at a time.
+    `to_local` returns the same where autograd records nothing; this reads a whole list from C.
     """
     try:
         parts = list(map(_local_tensor, tensors))
-    except AttributeError:  # of a torch that keeps it elsewhere
+    except AttributeError:  # another torch may store it elsewhere
         return [t.to_local() for t in tensors]  # type: ignore[attr-defined]
     if set(map(type, parts)) <= {torch.Tensor}:
         return parts
-    return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # of one that a collective still writes
+    return [t.to_local() for t in tensors]  # type: ignore[attr-defined]  # a collective may still write one
 
 
-def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether each of these DTensors has the placements of the one in its place. Checked on 2.11, 2.13."""
+def have_same_placements(tensors: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> bool:
+    """Return whether each of these DTensors has the placements of its reference. Checked on 2.11, 2.13."""
     try:
-        # FSDP2 gives a gradient the very placements of its parameter, and lists compare by identity first.
-        return list(map(_placements, tensors)) == list(map(_placements, others))
+        # FSDP2 gives a gradient its parameter's placements object, and lists compare by identity first.
+        return list(map(_placements, tensors)) == list(map(_placements, references))
     except AttributeError:  # a plain tensor
         return False
 
@@ -134,7 +133,7 @@ def are_spread_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
     "torch._C._autograd._profiler_enabled",
     otherwise=lambda optimizer: True,
 )
-def step_is_observed(optimizer: torch.optim.Optimizer) -> bool:
+def has_step_observers(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a profiler observes this optimizer's step. Checked on 2.11, 2.13."""
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -154,7 +153,7 @@ def is_in_compiler() -> bool:
 
 
 @cache
-def take_foreach_paths(kind: type[torch.Tensor]) -> None:
+def enable_foreach_paths(kind: type[torch.Tensor]) -> None:
     """Make torch.optim take its foreach and fused paths for tensors of a subclass, as for plain tensors.
 
     Called for a type that is read as a plain tensor, when the first tensor of it is made. Checked on 2.11 - 2.15.
@@ -175,22 +174,22 @@ def is_tracing() -> bool:
 
     if TracingContext.try_get() is not None:
         return True
-    asker: FrameType | None = sys._getframe(2)
-    while asker is not None and asker.f_code.co_name == "__torch_function__":
-        asker = asker.f_back  # a mode's, such as that of torch.set_default_device
-    return asker is not None and str(asker.f_globals.get("__name__")).startswith(_COMPILER)
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_code.co_name == "__torch_function__":
+        caller = caller.f_back  # a mode's, such as that of torch.set_default_device
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILER)
 
 
-def asks_names_alone() -> bool:
+def is_asked_for_names_only() -> bool:
     """Return whether the calling `__tensor_flatten__` was itself called for the attribute names alone.
 
     The compiler does so beside a guard that checks the context, or after it. Checked on 2.11, 2.13.
     """
-    asker = sys._getframe(2)
-    return (asker.f_globals.get("__name__"), asker.f_code.co_name) in _ASK_NAMES
+    caller = sys._getframe(2)
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _CALLERS_FOR_NAMES
 
 
-_ASK_NAMES = {
+_CALLERS_FOR_NAMES = {
     ("torch._dynamo.guards", "<lambda>"),
     ("torch._functorch._aot_autograd.subclass_utils", "flatten_subclass"),
 }

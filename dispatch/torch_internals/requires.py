@@ -3,11 +3,11 @@
 A function that uses something private says so, by its dotted path:
 
     @requires("torch._C._autograd._top_saved_tensors_default_hooks", otherwise=lambda: True)
-    def saves_through_hooks() -> bool: ...
+    def has_saved_tensor_hooks() -> bool: ...
 
-What is loaded with torch is looked for once, when the function is defined, so that a call costs nothing more. What
-torch loads later, such as its compiler, is looked for at the first call. Where something is missing, `otherwise` is
-called, or `MissingInternal` raised, which says what this torch lacks. Importing this package never fails for it.
+Parts that are loaded with torch are looked up once, when the function is defined, so that a call costs nothing more.
+Parts that torch loads later, such as its compiler, are looked up at the first call. Where one is missing, `otherwise`
+is called, or `MissingInternal` is raised, which names it. Importing this package never fails.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 
 _log = logging.getLogger("subtensors")
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 NEWEST_TESTED = (2, 15)
-"""The newest minor version of torch that the whole suite has passed on."""
+"""The newest minor version of torch on which the full test suite has passed."""
 
 REQUIRED: dict[str, list[str]] = {}
 """Each private part by its dotted path, and the functions that use it."""
 
 
 class MissingInternal(RuntimeError):
-    """Something private of torch that this version of it does not have, or has otherwise."""
+    """A private part of torch that this version lacks, or has in another form."""
 
 
 def note_newer_torch() -> None:
-    """Log, once, that this torch is newer than those that the suite has passed on."""
+    """Log, once, that this torch is newer than any that the test suite has passed on."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version > NEWEST_TESTED:
         _log.warning(
@@ -48,7 +48,7 @@ def note_newer_torch() -> None:
         )
 
 
-def requires(*paths: str, otherwise: Callable[..., Any] | None = None) -> Callable[[F], F]:
+def requires(*paths: str, otherwise: Callable[..., object] | None = None) -> Callable[[F], F]:
     """Declare the private parts of torch that a function uses.
 
     Args:
@@ -59,16 +59,16 @@ def requires(*paths: str, otherwise: Callable[..., Any] | None = None) -> Callab
     def decorate(function: F) -> F:
         for path in paths:
             REQUIRED.setdefault(path, []).append(f"{function.__module__}.{function.__qualname__}")
-        instead = otherwise or _raising(function, paths)
+        replacement = otherwise or _raising(function, paths)
         loaded = [path for path in paths if _is_loaded(path)]
         if not all(map(exists, loaded)):
 
             @wraps(function)
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
-                return instead(*args, **kwargs)
+            def fallback(*args: object, **kwargs: object) -> object:
+                return replacement(*args, **kwargs)
 
-            return cast(F, stand_in)
-        return function if len(loaded) == len(paths) else cast(F, _looking(function, instead, paths))
+            return cast(F, fallback)
+        return function if len(loaded) == len(paths) else cast(F, _checked_at_first_call(function, replacement, paths))
 
     return decorate
 
@@ -87,40 +87,42 @@ def _is_loaded(path: str) -> bool:
     return True
 
 
-def _found(path: str, load: Callable[[str], Any]) -> Any:
-    """The object at a dotted path; None where there is none.
+def _found(path: str, load: Callable[[str], object]) -> object:
+    """Return the object at a dotted path; None if there is none.
 
     Args:
         path: from `torch` on.
-        load: gives a module by its name; raises ImportError where there is none, KeyError where it is not loaded.
+        load: returns a module by its name; raises ImportError if there is none, KeyError if it is not loaded.
     """
-    found: Any = torch
+    part: object = torch
     parts = path.split(".")
     for count, name in enumerate(parts[1:], start=2):
-        if hasattr(found, "__path__") and name not in vars(found):  # a package may keep a module's name for itself
+        if hasattr(part, "__path__") and name not in vars(part):  # a package may keep a module's name for itself
             try:
-                found = load(".".join(parts[:count]))
+                part = load(".".join(parts[:count]))
             except ImportError:
                 return None
         else:
-            found = getattr(found, name, None)
-    return found
+            part = getattr(part, name, None)
+    return part
 
 
-def _looking(function: Callable[..., Any], instead: Callable[..., Any], paths: tuple[str, ...]) -> Callable[..., Any]:
-    known: list[Callable[..., Any]] = []
+def _checked_at_first_call(
+    function: Callable[..., object], replacement: Callable[..., object], paths: tuple[str, ...]
+) -> Callable[..., object]:
+    known: list[Callable[..., object]] = []
 
     @wraps(function)
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if not known:
-            known.append(function if all(map(exists, paths)) else instead)
+            known.append(function if all(map(exists, paths)) else replacement)
         return known[0](*args, **kwargs)
 
-    return look
+    return call
 
 
-def _raising(function: Callable[..., Any], paths: tuple[str, ...]) -> Callable[..., NoReturn]:
-    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+def _raising(function: Callable[..., object], paths: tuple[str, ...]) -> Callable[..., NoReturn]:
+    def missing(*args: object, **kwargs: object) -> NoReturn:
         lacks = ", ".join(path for path in paths if not exists(path))
         raise MissingInternal(
             f"torch {torch.__version__} lacks {lacks}, which subtensors needs for {function.__qualname__}: use a "

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.ops.plain_views import PlainViews
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, PlainViews
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.requires import requires

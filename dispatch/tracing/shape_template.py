@@ -1,13 +1,13 @@
 """One graph of aten ops for every size, found by tracing a program at a few.
 
 A program over padded tensors sees its bucket as numbers: in views, in `arange`, in `expand`. Traced at two sizes it
-gives two graphs that differ in those numbers alone. A number that is `v` where the size is `s`, and `w` where it is
-`t`, is taken to be
+gives two graphs that differ in those numbers alone. A number that is `v` at size `s`, and `w` at size `t`, is assumed
+to be
 
     a * s + b,    a = (w - v) / (t - s),    b = v - a * s,
 
-for several sizes a sum over their products. A further trace, at another size, must come out as the template says; where
-it doesn't, or the graphs differ in more than numbers, there is no template.
+for several sizes a sum over their products. A further trace, at another size, must match the template; if it doesn't,
+or if the graphs differ in more than numbers, there is no template.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.tracing import aten_trace
 
 Sizes = tuple[int, ...]
 Place = tuple[int, int]
-"""Where a size can be read: which input, which of its dims."""
+"""The input, and the dim of it, that a size is read from."""
 
 
 class NoTemplate(Exception):
-    """The program's graphs at several sizes are not one; the message says where they differ."""
+    """The graphs of a program at several sizes have no common template; the message names a difference."""
 
 
 class Number:
     """An integer as a polynomial of sizes, linear in each.
 
     Args:
-        terms: for each product of sizes, given as their indices, what it is multiplied by.
+        terms: the coefficient of each product of sizes, which is given as their indices.
 
     Example:
-        >>> fitted = Number.through([(4,), (6,)], [9, 13])
-        >>> fitted.at((10,))
+        >>> number = Number.through([(4,), (6,)], [9, 13])
+        >>> number.at((10,))
         21
     """
 
@@ -53,47 +55,47 @@ class Number:
         """The polynomial through these points, one for each product of sizes.
 
         Raises:
-            NoTemplate: its coefficients are no integers.
+            NoTemplate: a coefficient is no integer.
         """
         products = _products(len(points[0]))
         rows = [
             [Fraction(_product(point, p)) for p in products] + [Fraction(v)]
             for point, v in zip(points, values, strict=True)
         ]
-        solved = _solve(rows)
-        if any(c.denominator != 1 for c in solved):
+        coefficients = _solve(rows)
+        if any(c.denominator != 1 for c in coefficients):
             raise NoTemplate(f"{list(values)} at the sizes {list(points)} is no polynomial")
-        return Number({p: int(c) for p, c in zip(products, solved, strict=True) if c})
+        return Number({p: int(c) for p, c in zip(products, coefficients, strict=True) if c})
 
     def at(self, sizes: Sizes) -> int:
         """Its value."""
         return sum(c * _product(sizes, p) for p, c in self.terms.items())
 
 
-class Template:
-    """A program's graph with sizes left open.
+class ShapeTemplate:
+    """A program's graph with dynamic sizes.
 
     Args:
-        program: a function of tensors, which returns a list of tensors and, as a pytree of ints and other values, what
-            else depends on the sizes.
-        make: the inputs at some sizes, as tensors of any values; they are not run on.
-        points: at which sizes to trace: as many as `points_needed` says, and any number more to check with.
-        places: for each size where it can be read.
-        simplified: as `decomposed` of `trace_aten`.
+        program: a function of tensors, which returns a list of tensors and a pytree of ints and other values, which may
+            depend on the sizes, too.
+        make: returns the inputs at some sizes, tensors of any values, which are not computed with.
+        points: the sizes to trace at: `points_needed` of them, and any number more to check the template with.
+        places: the source of each size.
+        simplified: see `decomposed` of `trace_aten`.
 
     Raises:
-        NoTemplate: there is none.
+        NoTemplate: the graphs have no common template.
     """
 
     def __init__(
         self,
-        program: Callable[[Sequence[Tensor]], tuple[list[Tensor], Any]],
+        program: Callable[[Sequence[Tensor]], tuple[list[Tensor], PyTree]],
         make: Callable[[Sizes], list[Tensor]],
         points: Sequence[Sizes],
         places: Sequence[Place],
         simplified: bool = False,
     ) -> None:
-        extras: list[Any] = []
+        extras: list[PyTree] = []
 
         def traced(*inputs: Tensor) -> list[Tensor]:
             tensors, extra = program(inputs)
@@ -104,25 +106,25 @@ class Template:
         for point in points:
             graphs.append(aten_trace.trace_aten(traced, make(point), simplified))
         self.traces = [list(graph.graph.nodes) for graph in graphs]
-        """The nodes at each point; those at the first are the module's own."""
+        """The nodes of the trace at each point; those at the first are the module's own."""
         self.points = list(points)
         self._fitted = points_needed(len(places))
-        self.module = self._merged(graphs, self.traces, places)
-        self._extra = self._merge(extras, "what it returns beside tensors")
+        self.module = self._merge_graphs(graphs, self.traces, places)
+        self._extra = self._merge(extras, "the results that are no tensors")
 
-    def extra(self, sizes: Sizes) -> Any:
-        """The program's results at some sizes, without its tensors."""
+    def extra(self, sizes: Sizes) -> PyTree:
+        """Return the program's results at some sizes that are no tensors."""
         return pytree.tree_map_only(Number, lambda n: n.at(sizes), self._extra, is_leaf=lambda x: isinstance(x, Number))
 
-    def _merge(self, values: Sequence[Any], where: str) -> Any:
-        """One value of those at the points: equal parts as they are, numbers that differ as polynomials."""
+    def _merge(self, values: Sequence[PyTree], where: str) -> PyTree:
+        """Merge the values at the points into one: equal parts unchanged, numbers that differ as polynomials."""
         leaves, specs = zip(*[pytree.tree_flatten(value) for value in values], strict=True)
         if any(spec != specs[0] for spec in specs):
             raise NoTemplate(f"{where} has another structure at another size")
-        merged = [self._one(parts, where) for parts in zip(*leaves, strict=True)]
+        merged = [self._merge_leaves(parts, where) for parts in zip(*leaves, strict=True)]
         return pytree.tree_unflatten(merged, specs[0])
 
-    def _one(self, parts: Sequence[Any], where: str) -> Any:
+    def _merge_leaves(self, parts: Sequence[PyTree], where: str) -> PyTree:
         if all(type(p) is int for p in parts):
             if len(set(parts)) == 1:
                 return parts[0]
@@ -134,63 +136,63 @@ class Template:
             raise NoTemplate(f"{where} differs between sizes: {parts[0]} and {parts[-1]}")
         return parts[0]
 
-    def _merged(
-        self, graphs: Sequence[fx.GraphModule], listed: Sequence[Sequence[fx.Node]], places: Sequence[Place]
+    def _merge_graphs(
+        self, graphs: Sequence[fx.GraphModule], traces: Sequence[Sequence[fx.Node]], places: Sequence[Place]
     ) -> fx.GraphModule:
-        """The first graph, in which the numbers that differ between graphs are computed from the sizes."""
-        if len({len(nodes) for nodes in listed}) > 1:
-            raise NoTemplate(f"the graphs have {[len(nodes) for nodes in listed]} nodes")
+        """Return the first graph, with the numbers that differ between graphs computed from the sizes."""
+        if len({len(nodes) for nodes in traces}) > 1:
+            raise NoTemplate(f"the graphs have {[len(nodes) for nodes in traces]} nodes")
         first = graphs[0]
-        order = [{node: i for i, node in enumerate(nodes)} for nodes in listed]
-        numbers = _NumberNodes(first.graph, [node for node in listed[0] if node.op == "placeholder"], places)
+        order = [{node: i for i, node in enumerate(nodes)} for nodes in traces]
+        numbers = _SizeNodes(first.graph, [node for node in traces[0] if node.op == "placeholder"], places)
 
-        def back(x: Any) -> Any:
+        def restore(x: PyTree) -> PyTree:
             if isinstance(x, Number):
                 return numbers.node(x)
-            return listed[0][x.index] if isinstance(x, _Reference) else x
+            return traces[0][x.index] if isinstance(x, _Reference) else x
 
-        for nodes in zip(*listed, strict=True):
+        for nodes in zip(*traces, strict=True):
             head = nodes[0]
             where = f"{head.op} {head.target}"
-            is_named = head.op in ("placeholder", "get_attr")  # as the trace named it
+            is_named = head.op in ("placeholder", "get_attr")  # by the trace, each time anew
             if any(node.op != head.op or (node.target != head.target and not is_named) for node in nodes):
                 raise NoTemplate(f"{where} is {nodes[-1].op} {nodes[-1].target} at another size")
             if head.op == "get_attr":
-                held = [_held(graph, node) for graph, node in zip(graphs, nodes, strict=True)]
-                if any(not _equal(h, held[0]) for h in held):
-                    raise NoTemplate(f"a constant of shape {list(held[0].shape)} differs between sizes")
+                constants = [attrgetter(str(n.target))(graph) for graph, n in zip(graphs, nodes, strict=True)]
+                if any(not _equal(c, constants[0]) for c in constants):
+                    raise NoTemplate(f"a constant of shape {list(constants[0].shape)} differs between sizes")
                 continue
             arguments = [
                 pytree.tree_map_only(fx.Node, _reference_by(at), (node.args, node.kwargs))
                 for node, at in zip(nodes, order, strict=True)
             ]
             merged = self._merge(arguments, where)
-            head.args, head.kwargs = pytree.tree_map(back, merged)
+            head.args, head.kwargs = pytree.tree_map(restore, merged)
         first.graph.lint()
         first.recompile()
         return first
 
 
-class _NumberNodes:
+class _SizeNodes:
     """The nodes of a graph that compute numbers from the sizes of its inputs, each once.
 
     Args:
-        graph: they are put behind its inputs.
-        inputs: those.
-        places: for each size where it can be read.
+        graph: the graph; the nodes are inserted after its inputs.
+        inputs: the nodes of its inputs.
+        places: the source of each size.
     """
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node], places: Sequence[Place]) -> None:
         self._graph = graph
         self._last = inputs[-1]
         self._sizes = [self._add(torch.ops.aten.sym_size.int, inputs[source], dim) for source, dim in places]
-        self._made: dict[Any, Any] = {}
+        self._made: dict[tuple[tuple[tuple[int, ...], int], ...], fx.Node | int] = {}
 
-    def node(self, number: Number) -> Any:
-        """The node of a number."""
+    def node(self, number: Number) -> fx.Node | int:
+        """Return the node that computes a number; a number without sizes itself."""
         key = tuple(sorted(number.terms.items()))
         if key not in self._made:
-            total: Any = number.terms.get((), 0)
+            total: fx.Node | int = number.terms.get((), 0)
             for product, factor in number.terms.items():
                 if product:
                     term = self._times(factor, product)
@@ -198,21 +200,21 @@ class _NumberNodes:
             self._made[key] = total
         return self._made[key]
 
-    def _times(self, factor: int, product: tuple[int, ...]) -> Any:
-        term: Any = factor
+    def _times(self, factor: int, product: tuple[int, ...]) -> fx.Node | int:
+        term: fx.Node | int = factor
         for i in product:
             term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
         return term
 
-    def _add(self, function: Any, *arguments: Any) -> fx.Node:
-        """One more node, behind the others."""
+    def _add(self, function: Callable[..., object], *arguments: Argument) -> fx.Node:
+        """Insert one more node, after the others."""
         with self._graph.inserting_after(self._last):
             self._last = self._graph.call_function(function, arguments)
         return self._last
 
 
 class _Reference:
-    """A node of a graph, by its place."""
+    """A node of a graph, by its index."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -229,7 +231,7 @@ def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
 
 
 def points_needed(sizes: int) -> int:
-    """The number of traces that determine a number which depends on `sizes` sizes.
+    """Return the number of traces that determine a number which depends on `sizes` sizes.
 
     >>> points_needed(1), points_needed(2)
     (2, 4)
@@ -238,7 +240,7 @@ def points_needed(sizes: int) -> int:
 
 
 def grid(near: Sizes, far: Sizes) -> list[Sizes]:
-    """Points that fix a polynomial linear in each size: each size is its near or its far one.
+    """Return points that determine a polynomial linear in each size: every choice of near and far sizes.
 
     >>> grid((4,), (8,))
     [(4,), (8,)]
@@ -263,7 +265,7 @@ def _solve(rows: list[list[Fraction]]) -> list[Fraction]:
     for i in range(count):
         pivot = next((r for r in range(i, count) if rows[r][i]), None)
         if pivot is None:
-            raise NoTemplate("the sizes that were traced don't tell the numbers apart")
+            raise NoTemplate("the traced sizes don't determine the numbers")
         rows[i], rows[pivot] = rows[pivot], rows[i]
         rows[i] = [x / rows[i][i] for x in rows[i]]
         for r in range(count):
@@ -272,14 +274,7 @@ def _solve(rows: list[list[Fraction]]) -> list[Fraction]:
     return [row[-1] for row in rows]
 
 
-def _held(module: fx.GraphModule, node: fx.Node) -> Any:
-    found: Any = module
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b)))
     return bool(a == b) or (a != a and b != b)

@@ -209,7 +209,7 @@ class GraphCache:
         active_bytes = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.no_graph_reason:
             # A capture writes nothing, and the caller's backward is still to come.
-            with autograd.unseen_writes(self.state.buffers()):
+            with autograd.without_version_bumps(self.state.buffers()):
                 self._capture(bucket)
         self._note_captured(bucket)
         if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket and bucket.compiled is None:

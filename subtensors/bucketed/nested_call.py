@@ -7,7 +7,7 @@ forward, with its compiled backward as a node of the autograd graph, and both ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ def unwrap_padded_leaves(
 
 class _NestedCallContext(torch.autograd.function.FunctionCtx):
     run: NestedCall
+    saved_tensors: tuple[Tensor, ...]
+    maybe_clear_saved_tensors: Callable[[], None]
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -76,7 +78,7 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: _NestedCallContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
-        return None, *ctx.run.backward(autograd.taken_from(ctx), gradients)
+        return None, *ctx.run.backward(autograd.release_saved_tensors(ctx), gradients)
 
 
 class NestedCall:

@@ -159,7 +159,7 @@ class Bucketed(ModuleProxy):
             if self.on_miss != "capture" and not bucket.needs_recapture:
                 reason = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
                 return self._fall_back(reason, None, args, kwargs)
-            if requires_grad and autograd.saves_through_hooks():
+            if requires_grad and autograd.has_saved_tensor_hooks():
                 reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
                 return self._fall_back(reason, None, args, kwargs)
             return self._first_call(cached, leaves, args, kwargs)

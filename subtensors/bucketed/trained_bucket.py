@@ -241,7 +241,7 @@ class TrainedBucket(Bucket):
         started = time.perf_counter()
         for t in self.grad_tensors_in_place():
             if id(t) not in self.aliases and type(t) in (Tensor, nn.Parameter):
-                autograd.take_new_accumulator(t)
+                autograd.reset_grad_accumulator(t)
         self.effects = SideEffects(self.state)
         with self.effects.noted(caller_runs_backward=self.is_differentiable):
             self.graph, outputs = pool.capture(self._forward)

@@ -20,8 +20,8 @@ from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, describ
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 

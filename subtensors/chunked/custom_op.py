@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from subtensors.chunked.lazy_tensor import LazyTensor
 from subtensors.chunked.source_program import BREAK
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.torch_internals.autograd import as_called_outside
+from subtensors.dispatch.torch_internals.autograd import reenable_autograd
 
 Program: TypeAlias = Callable[[Sequence[Tensor], Sequence[int], Sequence[float]], Tensor]
 """A function of tensors, whole numbers and other numbers."""
@@ -110,7 +110,7 @@ def chunked_program(
         sizes, dtype: those of its result, which is on the device of the first tensor.
     """
     now = [n and not deferred for n in needs]
-    with as_called_outside(), torch.set_grad_enabled(any(now)):
+    with reenable_autograd(), torch.set_grad_enabled(any(now)):
         leaves = _leaves(tensors, now)
         result = _result(leaves, source, ints, floats)
         gradients = _gradients(result, leaves, torch.ones_like(result)) if any(now) else []
@@ -137,7 +137,7 @@ def chunked_program_gradients(
     tensors: list[Tensor], source: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
 ) -> list[Tensor]:
     """Compute the gradients of a program for an upstream gradient of its result."""
-    with as_called_outside(), torch.enable_grad():
+    with reenable_autograd(), torch.enable_grad():
         leaves = _leaves(tensors, needs)
         return _gradients(_result(leaves, source, ints, floats), leaves, upstream)
 

@@ -24,7 +24,7 @@ from subtensors.dispatch.chunked.row_layout import Policy
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.dynamo import tell_operands_apart
+from subtensors.dispatch.torch_internals.dynamo import trace_rmatmul
 
 _log = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ for _name, _method in _OPERATORS.items():
     setattr(TracedChunk, _name, _operator(_method))
 
 
-_tell_operands_apart = torch.compiler.assume_constant_result(tell_operands_apart)
+_tell_operands_apart = torch.compiler.assume_constant_result(trace_rmatmul)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

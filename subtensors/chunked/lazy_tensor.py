@@ -25,7 +25,7 @@ from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
-from subtensors.dispatch.torch_internals.autograd import hook_of_a_leaf, passes_gradients_on
+from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 
 aten = torch.ops.aten
 
@@ -233,7 +233,7 @@ def alias_ref(x: LazyTensor) -> AliasRef:
         function = x.grad_fn
     if function is None:
         return x._ref
-    if passes_gradients_on(function) and x._ref.base is not None:
+    if is_fsdp_identity_node(function) and x._ref.base is not None:
         return x._ref.base
     raise RuleError(
         f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
@@ -269,7 +269,7 @@ def _wrapper(kind: type[LazyTensor], ref: AliasRef, needs_grad: bool) -> LazyTen
             kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
         )
         if needs_grad:
-            hook_of_a_leaf(out, _GRADIENT_HOOKS)
+            set_leaf_hooks(out, _GRADIENT_HOOKS)
     out._ref = ref
     return out
 
@@ -281,7 +281,7 @@ def update_requires_grad(x: LazyTensor) -> None:
         if needs != x.requires_grad:
             x.requires_grad_(needs)
             if needs:
-                hook_of_a_leaf(x, _GRADIENT_HOOKS)
+                set_leaf_hooks(x, _GRADIENT_HOOKS)
 
 
 def _raise_on_gradient(grad: Tensor) -> NoReturn:

@@ -40,10 +40,9 @@ from subtensors.dispatch.chunked.row_losses import (
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.ops.plain_types import MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.ops.type_interaction import MASKED_TYPES
-from subtensors.dispatch.torch_internals.autograd import prepares_backward
+from subtensors.dispatch.torch_internals.autograd import is_fsdp_backward_hook
 from subtensors.dispatch.torch_internals.dispatcher import is_transforming
 
 aten = torch.ops.aten
@@ -87,7 +86,7 @@ def handle_torch_function(
             result = None  # op by op it may be recorded
         if result is not None:
             return result
-    if func is torch.Tensor.register_hook and prepares_backward(args[1]):
+    if func is torch.Tensor.register_hook and is_fsdp_backward_hook(args[1]):
         return _add_backward_hook(*args)
     if func in _REFUSED:
         raise RuleError(

@@ -126,7 +126,7 @@ def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor
 
 
 @RULES.register(torch.ops.subtensors.fused_lists.default)
-def _on_lists(call: ListCall) -> None:
+def _on_lists(call: ListCall[TensorList]) -> None:
     """The call on lists: the math itself on packed lists, one op on all elements of other lists."""
     signature, writes, reads, numbers = call.args
     if compiled_calls[signature].is_traceable and all(x.arena is not None for x in call.lists):

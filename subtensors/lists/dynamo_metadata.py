@@ -1,17 +1,15 @@
 """Shapes, strides and dtypes of a list's elements in compiled code.
 
-Dynamo does not ask the type: it answers from the one shape that every tensor has for it, and that of a list counts the
-elements. So its answers are replaced by a list with one value per element. These are constants of the graph, guarded
-with the layout of a packed list and with each element of an unpacked one.
+Dynamo does not ask the type: it answers from the one shape that it has for every tensor, which for a list is the number
+of elements. So its answers are replaced by a list with one value per element. These are constants of the graph, guarded
+by the layout of a packed list and by each element of an unpacked one.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import torch
-
+from subtensors.dispatch.lists.list_call import ElementList
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 
@@ -21,26 +19,25 @@ _METHODS = "size stride numel nelement dim ndimension is_contiguous element_size
 _FUNCTIONS = "numel is_floating_point is_complex".split()
 
 
-def teach_compiler(kind: type[torch.Tensor]) -> None:
+def teach_compiler(kind: type[ElementList]) -> None:
     """Make compiled code answer metadata queries on lists of this type from their elements."""
     dynamo.compile_methods_only_inlined(kind)
     reason = (
-        "compiled code is given stand-ins for the elements of a TensorList, which have no .grad: give it the gradients "
-        "as a list of their own, or the parameters as a plain list"
+        "compiled code is given fake tensors for the elements of a TensorList, which have no .grad: give it the "
+        "gradients as a list of their own, or the parameters as a plain list"
     )
     dynamo_rules.on_first_compile(
         kind,
-        partial(dynamo.answer_in_compiler, kind, _answer, _ATTRIBUTES, ["__len__", *_METHODS], _FUNCTIONS),
-        partial(dynamo.list_in_compiler, kind, "tensors"),
-        partial(dynamo.break_at_gradients, kind, reason),
+        partial(dynamo.answer_calls, kind, _answer, ["__len__", *_METHODS], _FUNCTIONS),
+        partial(dynamo.trace_attributes, kind, _answer, _ATTRIBUTES, "tensors", reason),
     )
 
 
-def _answer(elements: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(elements: ElementList, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     if name == "__len__":
-        return len(elements)
-    found = [getattr(t, name) for t in elements.tensors]
-    answers = found if name in _ATTRIBUTES else [ask(*args, **kwargs) for ask in found]
+        return elements.treespec.num_leaves
+    members = [getattr(t, name) for t in elements.tensors]
+    answers = members if name in _ATTRIBUTES else [method(*args, **kwargs) for method in members]
     if any(map(dynamo.is_symbolic, answers)):
         raise RuleError(
             f"{name} of a TensorList has no rule where the compiler does not know the sizes of its elements: ask "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,10 @@ from subtensors.lists.tensor_list import TensorList
 
 
 def total_norm(tensors: object, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """The norm of all elements of all tensors, as if they were one vector.
+    """Return the norm of all elements of all tensors, as if they were one vector.
 
     Args:
-        tensors: real or complex floating-point tensors of any shapes and dtypes: a TensorList, or what makes one.
+        tensors: real or complex floating-point tensors of any shapes and dtypes: a TensorList, or what one is made of.
         norm_type: the p of the p-norm; inf is the largest magnitude.
         error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
 
@@ -33,7 +32,7 @@ def total_norm(tensors: object, norm_type: float = 2.0, error_if_nonfinite: bool
         >>> st.total_norm(st.TensorList([torch.tensor([3.0]), torch.tensor([[4.0]])]))
         tensor(5.)
 
-    Source: `torch.nn.utils.get_total_norm`, whose numbers it gives.
+    Source: `torch.nn.utils.get_total_norm`, with the same results.
     """
     return _total_norm(_elements(tensors), norm_type, error_if_nonfinite)
 
@@ -45,8 +44,8 @@ def clip_grad_norm_(
     """Scale the gradients of all parameters so that their total norm is at most `max_norm`.
 
     Args:
-        parameters: tensors whose `.grad` is scaled in place, those without one skipped: a TensorList, or what makes
-            one, such as `model.parameters()`.
+        parameters: tensors whose `.grad` is scaled in place, those without one skipped: a TensorList, or what one
+            is made of, such as `model.parameters()`.
         max_norm: the largest total norm.
         norm_type: the p of the p-norm.
         error_if_nonfinite: raise when the norm is NaN or inf; that waits for the device.
@@ -64,7 +63,7 @@ def clip_grad_norm_(
         >>> st.clip_grad_norm_(st.TensorList([p]), max_norm=1.0), p.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
 
-    Source: `torch.nn.utils.clip_grad_norm_`, whose numbers it gives.
+    Source: `torch.nn.utils.clip_grad_norm_`, with the same results.
     """
     gradients = [t.grad for t in _elements(parameters) if t.grad is not None]
     norm = _total_norm(gradients, norm_type, error_if_nonfinite)
@@ -84,9 +83,9 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
         return torch.tensor(0.0)
     norms: Iterable[Tensor]
     if torch.compiler.is_compiling():
-        norms = [torch.linalg.vector_norm(_real(t, norm_type), norm_type) for t in tensors]
+        norms = [torch.linalg.vector_norm(_as_real(t, norm_type), norm_type) for t in tensors]
     else:
-        norms = _norm(float(norm_type))(TensorColumn(_real(t, norm_type) for t in tensors))
+        norms = _norm(float(norm_type))(TensorColumn(_as_real(t, norm_type) for t in tensors))
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(tensors[0].device) for n in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -102,8 +101,8 @@ def _elements(tensors: object) -> list[Tensor]:
     return (tensors if isinstance(tensors, TensorList) else TensorList(tensors)).tensors
 
 
-def _real(tensor: Tensor, norm_type: float) -> Tensor:
-    """Real numbers of the same norm: for order 2 the real and imaginary parts, otherwise the magnitudes."""
+def _as_real(tensor: Tensor, norm_type: float) -> Tensor:
+    """Return real numbers of the same norm: the real and imaginary parts for order 2, otherwise the magnitudes."""
     if not tensor.is_complex():
         return tensor
     return torch.view_as_real(tensor) if norm_type == 2 else tensor.abs()
@@ -111,14 +110,14 @@ def _real(tensor: Tensor, norm_type: float) -> Tensor:
 
 @functools.cache
 def _norm(order: float) -> FusedFunction:
-    def norm(x: Tensor) -> Any:
+    def norm(x: Tensor) -> object:
         return torch.linalg.vector_norm(x, order)
 
     return FusedFunction(norm)
 
 
-def _scaled_by(gradient: Tensor, coefficient: Tensor) -> None:
+def _scale_gradient(gradient: Tensor, coefficient: Tensor) -> None:
     gradient.mul_(coefficient)
 
 
-_scale = FusedFunction(_scaled_by)
+_scale = FusedFunction(_scale_gradient)

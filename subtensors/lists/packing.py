@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import optree
@@ -24,11 +24,9 @@ from subtensors.lists.tree_structure import leaf_name
 
 _ALIGNMENT = 64
 
-_Key = tuple[Any, ...]
-
 
 class PackedLayout:
-    """The place of each element in the flats; lists laid out alike share one object, so that `is` compares layouts.
+    """The place of each element in the flats; equal layouts are one object, so that `is` compares them.
 
     Args:
         treespec: the structure of the list.
@@ -39,7 +37,7 @@ class PackedLayout:
         sizes: the number of values of each flat.
     """
 
-    _known: ClassVar[WeakValueDictionary[_Key, PackedLayout]] = WeakValueDictionary()
+    _layouts: ClassVar[WeakValueDictionary[tuple[Hashable, ...], PackedLayout]] = WeakValueDictionary()
 
     treespec: optree.PyTreeSpec
     shapes: tuple[torch.Size, ...]
@@ -59,91 +57,95 @@ class PackedLayout:
     ) -> PackedLayout:
         """Return the one layout with these fields."""
         key = (treespec, shapes, strides, groups, offsets, sizes)
-        known = cls._known.get(key)
-        if known is None:
-            known = super().__new__(cls)
-            known.treespec, known.shapes, known.strides, known.groups, known.offsets, known.sizes = key
-            known.has_scalars = any(not shape for shape in shapes)
+        layout = cls._layouts.get(key)
+        if layout is None:
+            layout = super().__new__(cls)
+            layout.treespec, layout.shapes, layout.strides, layout.groups, layout.offsets, layout.sizes = key
+            layout.has_scalars = any(not shape for shape in shapes)
             starts = [(g, o) for g, o, s in zip(groups, offsets, shapes, strict=True) if s.numel()]
-            known.has_ties = len(set(starts)) < len(starts)
-            cls._known[key] = known
-        return known
+            layout.has_ties = len(set(starts)) < len(starts)
+            cls._layouts[key] = layout
+        return layout
 
     has_scalars: bool
     has_ties: bool
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[PackedLayout], tuple[object, ...]]:
         return PackedLayout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
 
     def __copy__(self) -> PackedLayout:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayout:
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedLayout:
         return self
 
     def __repr__(self) -> str:
         return f"Layout({len(self.shapes)} elements in {len(self.sizes)} flats)"
 
     def stable_hash(self) -> str:
-        """A hash of the layout, the same in every process."""
+        """Return a hash of the layout that is the same in every process."""
         parts = (str(self.treespec), self.shapes, self.strides, self.groups, self.offsets, self.sizes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def view(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The elements as views of the flats."""
+        """Return the elements as views of the flats."""
         geometry = zip(self.groups, self.shapes, self.strides, self.offsets, strict=True)
         return [flats[g].as_strided(shape, stride, offset) for g, shape, stride, offset in geometry]
 
     def addresses(self, flats: Sequence[torch.Tensor]) -> list[int]:
-        """The address of each element; 0 for an empty one."""
+        """Return the address of each element; 0 for an empty one."""
         bases = [(f.data_ptr(), f.element_size()) for f in flats]
         return [
             bases[g][0] + o * bases[g][1] if s.numel() else 0
             for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True)
         ]
 
+    def metadata(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+        """Return the dtype, device and shape of each element."""
+        return [(flats[g].dtype, flats[g].device, shape) for g, shape in zip(self.groups, self.shapes, strict=True)]
 
-class Places:
+
+class ElementAddresses:
     """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
 
     Args:
-        layout: how they lie in the flats.
+        layout: of the elements in the flats.
         flats: of the list.
 
     Example:
         >>> import optree
         >>> t = [torch.ones(2), torch.zeros(3)]
         >>> flats, layout = pack(t, optree.tree_structure([0, 1]))
-        >>> places = Places(layout, flats)
-        >>> places.hold(t)
+        >>> addresses = ElementAddresses(layout, flats)
+        >>> addresses.match(t)
         True
         >>> t[1].data = torch.zeros(3)
-        >>> places.hold(t)
+        >>> addresses.match(t)
         False
     """
 
-    wants_grad = False
+    any_requires_grad = False
     """True if an element required grad at the last full check."""
 
     def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._addresses = layout.addresses(flats)
-        self._seen: IdentityGuard | None = None
+        self._guard: IdentityGuard | None = None
 
-    def hold(self, elements: Sequence[torch.Tensor]) -> bool:
+    def match(self, elements: Sequence[torch.Tensor]) -> bool:
         """Return whether each element is still where it was packed, with the same shape and strides."""
-        if self._seen is not None and self._seen.matches(elements):
+        if self._guard is not None and self._guard.matches(elements):
             return True
-        self._seen = None
-        are_there = (
+        self._guard = None
+        are_in_place = (
             list(map(torch.Tensor.data_ptr, elements)) == self._addresses
             and tuple(map(torch.Tensor.stride, elements)) == self._layout.strides
             and tuple([t.shape for t in elements]) == self._layout.shapes
         )
-        if are_there:
-            self._seen = IdentityGuard(elements)
-            self.wants_grad = any(t.requires_grad for t in elements)
-        return are_there
+        if are_in_place:
+            self._guard = IdentityGuard(elements)
+            self.any_requires_grad = any(t.requires_grad for t in elements)
+        return are_in_place
 
 
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
@@ -176,7 +178,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
         sizes[group] += -(-t.numel() // _ALIGNMENT) * _ALIGNMENT
     with torch.no_grad():
         flats = [torch.zeros(n, dtype=d, device=v) for n, (v, d) in zip(sizes, keys, strict=True)]
-        # empty_like keeps dense strides and makes others dense in the same order, as a pointwise result would be.
+        # empty_like keeps dense strides, and makes others dense in the same order, as a pointwise op does.
         strides = tuple(torch.empty_like(t, device="meta").stride() for t in tensors)
         shapes = tuple(t.shape for t in tensors)
         layout = PackedLayout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))
@@ -193,8 +195,8 @@ def are_private(tensors: list[torch.Tensor]) -> bool:
 
     >>> are_private([torch.ones(2)])
     True
-    >>> held = torch.ones(2)
-    >>> are_private([held])
+    >>> shared = torch.ones(2)
+    >>> are_private([shared])
     False
     """
     [unshared] = map(sys.getrefcount, [object()])

@@ -1,30 +1,34 @@
-"""`TensorList`: many tensors held as one value, with every torch function mapped over them."""
+"""`TensorList`: many tensors held as one value, with every torch function mapped over them.
+
+This file holds the class and its data. How a call runs on lists is decided in `torch_function.py`, which imports this
+file and sets the three functions that the class runs calls with.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence, ValuesView
-from typing import Any, cast
+from typing import ClassVar, cast
 
 import optree
 import torch
 
-from subtensors.dispatch.lists.list_call import list_call
+from subtensors.dispatch.lists.list_call import ListCall, list_call
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.torch_internals import ops
-from subtensors.lists import compiled_autograd, torch_function
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.torch_internals import dynamo_rules, ops
+from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.lists.compiled_autograd import Edge, detached_alias, join_elements, mark_requires_grad, split_elements
+from subtensors.lists.conversions import NoSingleValue, describe
 from subtensors.lists.dynamo_metadata import teach_compiler
-from subtensors.lists.indexing import indexes_each, named
-from subtensors.lists.packing import PackedLayout, Places, are_private, pack
-from subtensors.lists.repr import described
-from subtensors.lists.scalar_conversions import NoSingleValue
-from subtensors.lists.tree_structure import Structure, flatten_tensors
+from subtensors.lists.packing import ElementAddresses, PackedLayout, are_private, pack
+from subtensors.lists.tree_structure import Structure, flatten_tensors, indexes_each, select_leaves
 
 _log = logging.getLogger(__name__)
 
-_ALIASES_WHOLE = (torch.Tensor.detach, torch.detach)
+Size = Sequence[int | torch.SymInt]
 
 
 class TensorList(NoSingleValue, torch.Tensor):
@@ -54,25 +58,26 @@ class TensorList(NoSingleValue, torch.Tensor):
     treespec: optree.PyTreeSpec
     _elements: list[torch.Tensor] | None
     _flats: list[torch.Tensor] | None
-    _arena: PackedLayout | None
-    _places: Places | None
+    _layout: PackedLayout | None
+    _addresses: ElementAddresses | None
     _aliases: dict[int, torch.Tensor]
-    _records: bool
-    """True for a compiler's stand-in for a list whose elements require grad, if the list can't be connected to them."""
-    _edges: list[Any]
+    _is_unconnected: bool
+    """True for a traced list whose elements require grad, if the list can't be connected to them."""
+    _edges: list[Edge]
+
+    # How calls run is decided in `torch_function.py`, which imports this file and sets these.
+    _run_function: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
+    _run_overload: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
+    _run_in_compiler: ClassVar[Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]]
 
     @staticmethod
     def __new__(cls, x: object) -> TensorList:
         """Make the list of a pytree's tensors."""
         if isinstance(x, TensorList):
-            return compiled_autograd.marked(copy.copy(x))
-        tensors, treespec = flatten_tensors(list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x)
-        for path, t in zip(treespec.paths(), tensors, strict=True):
-            if isinstance(t, TensorList):
-                raise TypeError(
-                    f"an element of a TensorList is one tensor; {list(path)} is a TensorList: give its .tree()"
-                )
-        return compiled_autograd.marked(_of_elements(tensors, treespec))
+            return copy.copy(x)._marked()
+        tree = list(x) if isinstance(x, (Iterator, KeysView, ValuesView)) else x
+        tensors, treespec = flatten_tensors(tree, list_type=TensorList)
+        return _of_elements(tensors, treespec)._marked()
 
     def __init__(self, x: object) -> None:
         pass
@@ -80,22 +85,20 @@ class TensorList(NoSingleValue, torch.Tensor):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The elements, in the order of the pytree's leaves."""
-        return (
-            compiled_autograd.parted(self).elements()
-            if self._records or compiled_autograd.stands_in(self)
-            else self.elements()
-        )
+        if self._is_unconnected or self.is_traced():
+            return self.split_elements().elements()
+        return self.elements()
 
-    def held(self) -> list[torch.Tensor]:
+    def stored(self) -> list[torch.Tensor]:
         """The tensors that the list stores: its flats while it is packed, else its elements."""
         return self.elements() if self._flats is None else self._flats
 
     def elements(self) -> list[torch.Tensor]:
-        """The elements, like `tensors`, but without connecting a compiler's stand-ins to the autograd graph."""
+        """The elements, like `tensors`, but without connecting those of a traced list to it in the autograd graph."""
         if self._elements is None:
-            assert self._arena is not None
+            assert self._layout is not None
             assert self._flats is not None
-            self._elements = self._arena.view(self._flats)
+            self._elements = self._layout.view(self._flats)
         return self._elements
 
     def like(self, tensors: Sequence[torch.Tensor]) -> TensorList:
@@ -115,7 +118,7 @@ class TensorList(NoSingleValue, torch.Tensor):
             raise ValueError(f"{len(self)} tensors expected, one an element; got {len(tensors)}")
         return _of_elements(list(tensors), self.treespec)
 
-    def tree(self) -> Any:
+    def tree(self) -> PyTree:
         """The elements in the pytree they came in.
 
         Example:
@@ -142,9 +145,6 @@ class TensorList(NoSingleValue, torch.Tensor):
         between lists packed alike then run once per group, and `torch.compile` sees one tensor per group. If an
         element's `.data` is later set to other memory, the list is treated as unpacked.
 
-        Returns:
-            This list.
-
         Raises:
             ValueError: two elements share part of their memory, or one is not a strided torch tensor.
 
@@ -156,9 +156,9 @@ class TensorList(NoSingleValue, torch.Tensor):
             True
         """
         if self.arena is None and len(self):
-            self._flats, self._arena = pack(self.tensors, self.treespec)
-            self._places = Places(self._arena, self._flats)
-            # Elements that nothing else refers to are dropped: views of the flats are made when they are asked for.
+            self._flats, self._layout = pack(self.tensors, self.treespec)
+            self._addresses = ElementAddresses(self._layout, self._flats)
+            # Elements that nothing else refers to are dropped; `elements` makes views of the flats when they are read.
             elements, self._elements = self.elements().copy(), None
             self._elements = None if are_private(elements) else elements
         return self
@@ -166,10 +166,11 @@ class TensorList(NoSingleValue, torch.Tensor):
     @property
     def arena(self) -> PackedLayout | None:
         """The layout of a packed list; None for an unpacked one, or once an element left it."""
-        if self._arena is not None and self._elements is not None and not self._in_place(self._arena):
+        layout, flats, elements = self._layout, self._flats, self._elements
+        if layout and flats and elements and not self._in_place(layout, flats, elements):
             _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
-            self._flats = self._arena = self._places = None
-        return self._arena
+            self._flats = self._layout = self._addresses = None
+        return self._layout
 
     @property
     def flats(self) -> list[torch.Tensor]:
@@ -178,19 +179,17 @@ class TensorList(NoSingleValue, torch.Tensor):
             raise ValueError("this TensorList is not packed; call .pack()")
         return self._flats
 
-    def _in_place(self, arena: PackedLayout) -> bool:
-        assert self._elements is not None
-        assert self._flats is not None
-        if type(self._flats[0]) is not torch.Tensor:
-            return True  # the compiler's stand-ins have no address, and no one can set their .data
-        if self._places is None:
-            self._places = Places(arena, self._flats)
-        return self._places.hold(self._elements)
+    def _in_place(self, layout: PackedLayout, flats: list[torch.Tensor], elements: list[torch.Tensor]) -> bool:
+        if type(flats[0]) is not torch.Tensor:
+            return True  # traced tensors have no address, and no one can set their .data
+        if self._addresses is None:
+            self._addresses = ElementAddresses(layout, flats)
+        return self._addresses.match(elements)
 
-    def wants_grad(self) -> bool:
-        """Return whether an element requires grad; for a packed list, as of the last check that `arena` made."""
-        if self._arena is not None and self._places is not None:
-            return self._places.wants_grad
+    def any_requires_grad(self) -> bool:
+        """Return whether an element requires grad; for a packed list, as of the last full check of its addresses."""
+        if self._layout is not None and self._addresses is not None:
+            return self._addresses.any_requires_grad
         return any(t.requires_grad for t in self._elements or self._flats or ())
 
     def __len__(self) -> int:
@@ -205,7 +204,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __contains__(self, item: object) -> bool:
         return any(t is item for t in self.tensors)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> PyTree:
         """The element at a position or path, the part of the list under a slice or inner path, or each element indexed.
 
         A position is an int, a slice gives a flat list, a path is a key or a tuple of keys. A key that holds an
@@ -214,52 +213,53 @@ class TensorList(NoSingleValue, torch.Tensor):
         if isinstance(key, int):
             return self.tensors[key]
         if indexes_each(key):
-            return torch_function.run(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
-        leaves, spec = named(self.treespec, key)
+            return TensorList._run_function(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
+        leaves, spec = select_leaves(self.treespec, key)
         part = self.tensors[leaves]
         return part[0] if spec.is_leaf() else _of_elements(part, spec)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         """Write into the memory of `self[key]`."""
         if indexes_each(key):
-            torch_function.run(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
+            TensorList._run_function(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
             return
         part = self[key]
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return described(self)
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if self._elements is None and self._layout is not None and self._flats is not None:
+            metadata = self._layout.metadata(self._flats)  # without making the elements
+        else:
+            metadata = [(t.dtype, t.device, t.shape) for t in self.elements()]
+        return describe(metadata, len(self._flats or ()))
 
     __str__ = __repr__
-    __hash__ = object.__hash__
-    __format__ = object.__format__
-    __dir__ = object.__dir__  # type: ignore[assignment]
 
     def __copy__(self) -> TensorList:
-        if self._elements is None and self._arena is not None and self._flats is not None:
-            return of_flats(list(self._flats), self._arena)
+        if self._elements is None and self._layout is not None and self._flats is not None:
+            return of_flats(list(self._flats), self._layout)
         out = _of_elements(list(self.tensors), self.treespec)
         if self.arena is not None:
-            out._flats, out._arena, out._places = self._flats, self._arena, self._places
+            out._flats, out._layout, out._addresses = self._flats, self._layout, self._addresses
         return out
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorList:
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorList:
         if id(self) in memo:
             return cast(TensorList, memo[id(self)])
         out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
         memo[id(self)] = out
         return out if self.arena is None else out.pack()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., TensorList], tuple[object, ...]]:
         # Compiled graphs are cached under the pickles of their inputs, so whether the list is packed must show.
         return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors), self._flats is not None)
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., PyTree], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if torch.compiler.is_dynamo_compiling():
-            if func in _ALIASES_WHOLE:
+            if func in (torch.Tensor.detach, torch.detach):
                 raise RuleError(
                     f"{func.__name__} on a TensorList has no rule under torch.compile: the compiler would rebuild the "
                     f"alias from one shape, which a list does not have; call it outside the compiled function"
@@ -267,75 +267,116 @@ class TensorList(NoSingleValue, torch.Tensor):
             # Dynamo records the call unchanged; the compiler runs it again outside Dynamo, in the branch below.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling() or ops.is_tracing():
-            return compiled_autograd.run_in_compiler(func, args, kwargs or {})
-        return torch_function.run(list_call(func, args, kwargs or {}, TensorList))
+            return TensorList._run_in_compiler(func, args, kwargs or {})
+        return TensorList._run_function(list_call(func, args, kwargs or {}, TensorList))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        call = list_call(func, args, kwargs or {}, TensorList)
-        compiled_autograd.refuse_lost_gradients(call)
-        return torch_function.run_overload(call)
+        cls, func: Callable[..., PyTree], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        return TensorList._run_overload(list_call(func, args, kwargs or {}, TensorList))
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
-        if self._flats is not None and ops.asks_names_alone():
-            return self._namesof_flats(), None
-        arena = self.arena
-        records = self._records or self.wants_grad()
-        if records and not compiled_autograd.stands_in(self):
-            records = torch.is_grad_enabled() and not compiled_autograd.follow(self)
-        if arena is not None and self._flats is not None:
-            return self._namesof_flats(), (arena, records)
+        if self._flats is not None and ops.is_asked_for_names_only():
+            return [f"flat_{i}" for i in range(len(self._flats))], None
+        layout = self.arena
+        is_unconnected = self._is_unconnected or self.any_requires_grad()
+        if is_unconnected and not self.is_traced():
+            edges = join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
+            is_unconnected, self._edges = edges is None, edges or self._edges
+        if layout is not None and self._flats is not None:
+            return [f"flat_{i}" for i in range(len(self._flats))], (layout, is_unconnected)
         for i in range(len(self)):
-            compiled_autograd.unrecorded(self, i)
-        return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), records)
-
-    def _namesof_flats(self) -> list[str]:
-        return [f"flat_{i}" for i in range(len(self._flats or ()))]
+            self._untracked_element(i)
+        return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), is_unconnected)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, torch.Tensor],
+        context: tuple[PackedLayout | Structure, bool],
+        outer_size: Size,
+        outer_stride: object,
     ) -> TensorList:
         inner = list(inner_tensors.values())
-        # At run time compiled code asks the list itself for its size, and is told those of its elements.
+        # At run time compiled code reads the size from the list itself, which returns those of its elements.
         size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
-        laid_out, records = context
+        structure, is_unconnected = context
         out = (
-            of_flats(inner, laid_out, size)
-            if isinstance(laid_out, PackedLayout)
-            else _of_elements(inner, laid_out.treespec, size)
+            of_flats(inner, structure, size)
+            if isinstance(structure, PackedLayout)
+            else _of_elements(inner, structure.treespec, size)
         )
-        out._records = records
-        if records and type(inner[0]) in PLAIN_TYPES:
+        out._is_unconnected = is_unconnected
+        if is_unconnected and type(inner[0]) in PLAIN_TYPES:
             raise RuleError(
                 "a compiled function can't return a TensorList that requires grad: return its elements, list(x)"
             )
         return out
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> torch.Tensor:
         kind, _, index = name.partition("_")
         if index.isdigit() and kind == "flat" and self._flats is not None:
             return self._flats[int(index)]
         if index.isdigit() and kind == "element":
-            return compiled_autograd.unrecorded(self, int(index))
+            return self._untracked_element(int(index))
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
 
-    def holding(self, held: list[torch.Tensor]) -> TensorList:
+    def is_traced(self) -> bool:
+        """Return whether the list stores tensors of a compiler or a transform, without known values."""
+        stored = self.stored()
+        return bool(stored) and type(stored[0]) not in PLAIN_TYPES and is_traced(stored[0])
+
+    def _marked(self) -> TensorList:
+        """Mark the list as requiring grad if an element does, and return it.
+
+        Compiled code guards on the mark before it reads the elements; `__tensor_flatten__` connects the list to them in
+        the autograd graph. A list that compiled code makes holds traced tensors, which autograd tracks one by one.
+        """
+        elements = self.elements()
+        if not self.is_traced():
+            mark_requires_grad(self, elements)
+        elif ops.is_in_compiler():
+            dynamo_rules.install_rules(TensorList)  # the first list may be one that it makes
+        return self
+
+    def split_elements(self) -> TensorList:
+        """Split a traced list that requires grad into a list of traced tensors that autograd tracks one by one."""
+        parts = split_elements(self, self._is_unconnected) if torch.is_grad_enabled() else None
+        return self if parts is None else self.with_stored(parts)
+
+    def _untracked_element(self, index: int) -> torch.Tensor:
+        """Return an element for the compiler, which refuses those that require grad, or a detached alias of it."""
+        element = self.elements()[index]
+        if not element.requires_grad or self.is_traced():
+            return element
+        return detached_alias(element, index, self._aliases)
+
+    def with_stored(self, tensors: list[torch.Tensor]) -> TensorList:
         """A list of the same structure and, if packed, the same layout, that stores other tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             size = self.shape
-        if self._flats is None or self._arena is None:
-            return _of_elements(held, self.treespec, size)
-        return of_flats(held, self._arena, size)
+        if self._flats is None or self._layout is None:
+            return _of_elements(tensors, self.treespec, size)
+        return of_flats(tensors, self._layout, size)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"{self._arena.stable_hash() if self._arena is not None else self.treespec} {self._records}"
+        structure = self._layout.stable_hash() if self._layout is not None else self.treespec
+        return f"{structure} {self._is_unconnected}"
 
 
-def _shell(
-    treespec: optree.PyTreeSpec, size: Any, first: torch.Tensor | None, elements: list[torch.Tensor] | None
+def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size: Size | None = None) -> TensorList:
+    return _wrapper(treespec, size, tensors[0] if tensors else None, tensors)
+
+
+def of_flats(flats: list[torch.Tensor], layout: PackedLayout, size: Size | None = None) -> TensorList:
+    """Make the packed list that stores these flats."""
+    out = _wrapper(layout.treespec, size, flats[layout.groups[0]], None)
+    out._flats, out._layout = flats, layout
+    return out
+
+
+def _wrapper(
+    treespec: optree.PyTreeSpec, size: Size | None, first: torch.Tensor | None, elements: list[torch.Tensor] | None
 ) -> TensorList:
     dtype, device = (torch.get_default_dtype(), torch.device("cpu")) if first is None else (first.dtype, first.device)
     # To the compiler a list is a vector of its elements: len, iteration and indexing mean the same there.
@@ -344,23 +385,12 @@ def _shell(
         out = torch.Tensor._make_wrapper_subclass(TensorList, size, dtype=dtype, device=device)
     out.treespec = treespec
     out._elements = elements
-    out._flats = out._arena = out._places = None
-    out._aliases, out._records, out._edges = {}, False, []
+    out._flats = out._layout = out._addresses = None
+    out._aliases, out._is_unconnected, out._edges = {}, False, []
     return out
 
 
-def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size: Any = None) -> TensorList:
-    return _shell(treespec, size, tensors[0] if tensors else None, tensors)
-
-
-def of_flats(flats: list[torch.Tensor], arena: PackedLayout, size: Any = None) -> TensorList:
-    """The packed list whose arenas these are."""
-    out = _shell(arena.treespec, size, flats[arena.groups[0]], None)
-    out._flats, out._arena = flats, arena
-    return out
-
-
-def _rebuild(tree: Any, tensors: list[torch.Tensor], packed: bool = False) -> TensorList:
+def _rebuild(tree: PyTree, tensors: list[torch.Tensor], packed: bool = False) -> TensorList:
     """A TensorList from its structure, written as plain containers of positions, and its elements."""
     out = _of_elements(list(tensors), optree.tree_structure(tree))
     return out.pack() if packed else out

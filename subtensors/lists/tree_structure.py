@@ -1,14 +1,15 @@
-"""Utilities for pytrees of tensors: names of paths, the first difference, the first leaf that is no tensor."""
+"""The pytree structure of a list: paths and their names, what a key selects, and how two structures differ."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import optree
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from subtensors.dispatch.ops.tree import PyTree
 
 Path = tuple[Hashable, ...]
 
@@ -24,12 +25,12 @@ class Structure:
 
 
 def path_name(path: Path) -> str:
-    """The path as it would be written after the name of a list, `["layers", 0]`; the root is `(root)`."""
+    """Return a path as it is written after the name of a list, `["layers", 0]`; `(root)` for the root."""
     return f"[{', '.join(map(repr, path))}]" if path else "(root)"
 
 
 def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) -> str | None:
-    """The first difference between two structures, as `path: difference`; None if they are the same."""
+    """Return the first difference between two structures, as `path: difference`; None if they are equal."""
     if a == b:
         return None
     if a.is_leaf() or b.is_leaf() or a.type is not b.type:
@@ -43,35 +44,46 @@ def first_difference(a: optree.PyTreeSpec, b: optree.PyTreeSpec, at: Path = ()) 
             return f"{path_name((*at, key))}: missing on the left"
     children_b = dict(zip(keys_b, b.children(), strict=True))
     for key, child in zip(keys_a, a.children(), strict=True):
-        if found := first_difference(child, children_b[key], (*at, key)):
-            return found
+        if difference := first_difference(child, children_b[key], (*at, key)):
+            return difference
     return f"{path_name(at)}: {a} against {b}"
 
 
 def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
-    """The name of the path to leaf `index`."""
+    """Return the name of the path to leaf `index`."""
     return path_name(tuple(spec.paths()[index]))
 
 
-def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
-    """Return a pytree's tensors in order and its structure; a TypeError names the first leaf that is no tensor."""
-    leaves: list[Any]
+def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
+    """Return a pytree's tensors in order and its structure.
+
+    Args:
+        tree: a pytree of tensors.
+        list_type: TensorList, a type that no leaf may have.
+
+    Raises:
+        TypeError: a leaf is not one tensor; the message names its path.
+    """
+    leaves: list[PyTree]
     leaves, spec = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, immutable_list | immutable_dict):
-            return flatten_tensors(_mutable(tree))
+            return flatten_tensors(_mutable(tree), list_type)
         if not isinstance(leaf, torch.Tensor):
             hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
             raise TypeError(
                 f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is of type {type(leaf).__name__}{hint}"
             )
+        if isinstance(leaf, list_type):
+            path = list(spec.paths()[index])
+            raise TypeError(f"an element of a TensorList is one tensor; {path} is a TensorList: give its .tree()")
     return leaves, spec
 
 
-def _mutable(tree: Any) -> Any:
+def _mutable(tree: PyTree) -> PyTree:
     """Replace the immutable lists and dicts of an fx graph in a pytree by plain ones."""
 
-    def mutable(leaf: Any) -> Any:
+    def mutable(leaf: PyTree) -> PyTree:
         if isinstance(leaf, immutable_list):
             return [_mutable(child) for child in leaf]
         if isinstance(leaf, immutable_dict):
@@ -85,3 +97,51 @@ def _kind(spec: optree.PyTreeSpec) -> str:
     if spec.type is None:
         return "a tensor" if spec.is_leaf() else "None"
     return f"{spec.type.__name__} of {spec.num_children}"
+
+
+def indexes_each(key: object) -> bool:
+    """Return whether a key indexes every element: it holds an Ellipsis or a tensor."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return any(part is Ellipsis or isinstance(part, torch.Tensor) for part in parts)
+
+
+def select_leaves(spec: optree.PyTreeSpec, key: object) -> tuple[slice, optree.PyTreeSpec]:
+    """Return the leaves that a slice or path selects, as a slice, and their structure, a leaf's for one element.
+
+    Args:
+        spec: the structure of a list.
+        key: a slice, or a key of the outermost container, or a tuple of keys, from the outermost to the innermost.
+
+    Raises:
+        KeyError: the list has no such path; the message names the part that is missing.
+
+    Example:
+        >>> select_leaves(optree.tree_structure({"a": [0, 0], "b": 0}), ("a", 1))
+        (slice(1, 2, None), PyTreeSpec(*))
+        >>> select_leaves(optree.tree_structure([0, 0, 0]), slice(1, None))
+        (slice(1, None, None), PyTreeSpec([*, *]))
+    """
+    if isinstance(key, slice):
+        count = len(range(*key.indices(spec.num_leaves)))
+        leaves: PyTree = [0] * count
+        return key, optree.tree_structure(leaves)
+    part, start = _under(spec, key if isinstance(key, tuple) else (key,))
+    return slice(start, start + part.num_leaves), part
+
+
+def _under(spec: optree.PyTreeSpec, path: Path) -> tuple[optree.PyTreeSpec, int]:
+    """Return the structure under a path, and the index of its first leaf."""
+    start = 0
+    for depth, key in enumerate(path):
+        entries: list[Hashable] = spec.entries()
+        fields = getattr(spec.type, "_fields", ())
+        position = fields.index(key) if key in fields else key
+        if isinstance(position, int) and spec.type is not None and issubclass(spec.type, (list, tuple)):
+            position = position + len(entries) if position < 0 else position
+        if position not in entries:
+            raise KeyError(f"no {path_name(path[: depth + 1])} in this TensorList; there: {entries}")
+        index = entries.index(position)
+        children = spec.children()
+        start += sum(child.num_leaves for child in children[:index])
+        spec = children[index]
+    return spec, start

@@ -80,10 +80,10 @@ class Batch:
         """The call of the last step without its gradients, if `_last_options` decides all of the rest."""
 
     def hold_parameters(self) -> None:
-        """Keep views that hold each parameter in C++, which makes checking all of them cheaper (`holding_views`)."""
+        """Keep views that hold each parameter in C++, which makes checking all of them cheaper (`keep_alive_views`)."""
         # Where modules swap their parameters for others, nobody else may hold them.
         can_hold = self.has_plain_gradients and not torch.__future__.get_swap_module_params_on_conversion()
-        self._views = memory.holding_views(self.params) if can_hold else []
+        self._views = memory.keep_alive_views(self.params) if can_hold else []
         self.holds_parameters = True
 
     def columns(self) -> list[TensorColumn]:

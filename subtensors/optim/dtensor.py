@@ -112,7 +112,7 @@ class LocalShards:
 
     def of_gradients(self, gradients: Sequence[Tensor]) -> TensorColumn:
         """The local shards of these gradients, redistributed where their placements differ from the parameters'."""
-        if not ops_internals.are_spread_alike(gradients, self.params):
+        if not ops_internals.have_same_placements(gradients, self.params):
             return TensorColumn([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
         parts = ops_internals.local_tensors(gradients)
         return TensorColumn(parts, like=self.own if self._have_plain_gradients else None)

@@ -70,8 +70,8 @@ class FlatBuffers:
             if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
             for member in (members[0], members[-1])
         ]
-        self._sharers = memory.Sharers(self._flats)
-        self._gradient_sharers = memory.Sharers(self._gradient_flats)
+        self._sharers = memory.StorageUseCounts(self._flats)
+        self._gradient_sharers = memory.StorageUseCounts(self._gradient_flats)
         self.addresses = _addresses(self.params)
         self._end_addresses = _addresses(self._ends)
         for t in self.params:

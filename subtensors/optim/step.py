@@ -55,7 +55,7 @@ def with_hooks(step: Step) -> Step:
 
     @functools.wraps(step)
     def hooked(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> object:
-        if ops.step_is_observed(self):
+        if ops.has_step_observers(self):
             return observed(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 

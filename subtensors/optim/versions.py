@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from subtensors.dispatch.ops.plain_types import read_as_plain
 from subtensors.dispatch.torch_internals import dynamo
-from subtensors.dispatch.torch_internals.ops import take_foreach_paths
+from subtensors.dispatch.torch_internals.ops import enable_foreach_paths
 
 
 class Version:
@@ -213,7 +213,7 @@ def watch(tensors: Iterable[Tensor], version: Version) -> None:
         False
     """
     for kind in _ORIGINAL:
-        take_foreach_paths(kind)
+        enable_foreach_paths(kind)
     for t in tensors:
         vars(t)[_VERSION] = version
         t.__class__ = _WATCHED[type(t)]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.ops.type_interaction import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes

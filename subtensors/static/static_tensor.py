@@ -222,7 +222,7 @@ def static_alias(t: Tensor) -> StaticAddressTensor:
     with torch._C.DisableTorchFunctionSubclass():
         out = Tensor._make_subclass(StaticAddressTensor, t)
     dynamo.mark_static_address(out)
-    ops.take_foreach_paths(StaticAddressTensor)
+    ops.enable_foreach_paths(StaticAddressTensor)
     return out
 
 

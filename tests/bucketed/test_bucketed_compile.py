@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import subtensors as st
 from subtensors.dispatch.torch_internals import compiler
 from subtensors.dispatch.torch_internals.compiler import CompiledGraph
-from subtensors.dispatch.tracing.shape_template import NoTemplate, Number, Template, grid
+from subtensors.dispatch.tracing.shape_template import NoTemplate, Number, ShapeTemplate, grid
 
 SEQ = st.Dim("seq", max=64, buckets=8)
 BATCH = st.Dim("batch", max=16, buckets=4)
@@ -107,7 +107,7 @@ def test_a_template_is_checked_at_a_size_it_was_not_fitted_to() -> None:
         return [x.new_zeros(x.shape[0] ** 2)], None
 
     with pytest.raises(NoTemplate, match="has the numbers"):
-        Template(program, lambda sizes: [torch.zeros(sizes)], [(4,), (8,), (16,)], [(0, 0)])
+        ShapeTemplate(program, lambda sizes: [torch.zeros(sizes)], [(4,), (8,), (16,)], [(0, 0)])
 
 
 @torch.no_grad()

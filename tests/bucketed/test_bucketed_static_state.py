@@ -14,8 +14,8 @@ from bucketed_rows import DIMS, assert_same, rows
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.dispatch.ops import plain_views
-from subtensors.dispatch.ops.plain_views import PlainViews
+from subtensors.dispatch.ops import plain_types
+from subtensors.dispatch.ops.plain_types import PlainViews
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -121,8 +121,8 @@ def test_each_tensor_has_one_plain_view_that_does_not_keep_it_alive() -> None:
     with PlainViews():
         assert (p * 2).requires_grad
         assert p.requires_grad
-    count, gone = len(plain_views._views), weakref.ref(x)
+    count, gone = len(plain_types._views), weakref.ref(x)
     del x
     gc.collect()
     assert gone() is None
-    assert len(plain_views._views) < count
+    assert len(plain_types._views) < count

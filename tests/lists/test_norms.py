@@ -48,7 +48,7 @@ def assert_norm(actual: Tensor, tensors: list[Tensor], order: float, lowering: L
     seed=some.integers(0, 99),
 )
 @each_lowering
-def test_the_total_norm_is_that_of_torch(
+def test_the_total_norm_equals_that_of_torch(
     dtypes: list[torch.dtype], order: float, seed: int, lowering: Lowering
 ) -> None:
     shapes: list[tuple[int, ...]] = [(7,), (3, 5), (), (130, 10)]
@@ -96,7 +96,7 @@ def test_complex_gradients_are_clipped_too() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_gradients_that_autograd_watches_are_clipped() -> None:
+def test_gradients_that_require_grad_are_clipped() -> None:
     p = torch.ones(3, requires_grad=True)
     (p.grad,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
     st.clip_grad_norm_(st.TensorList([p]), 1.0)
@@ -118,7 +118,7 @@ def test_a_norm_that_is_not_finite_is_returned_or_refused(bad: float, lowering: 
     assert p.grad.isnan().any() or bad == float("inf")
 
 
-def test_whatever_makes_a_list_has_a_norm_and_is_clipped() -> None:
+def test_iterators_and_pytrees_of_tensors_have_a_norm_and_are_clipped() -> None:
     model = torch.nn.Linear(3, 2)
     for given_as in (
         lambda: st.TensorList(model.parameters()),

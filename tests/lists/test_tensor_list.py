@@ -26,7 +26,7 @@ def leaves_are_the_same(a: Any, b: Any) -> bool:
 
 
 @given(trees(tensors()))
-def test_the_tree_comes_back_as_it_went_in(tree: Any) -> None:
+def test_tree_returns_the_pytree_that_the_list_was_made_of(tree: Any) -> None:
     tl = st.TensorList(tree)
     assert optree.tree_structure(tl.tree()) == optree.tree_structure(tree) == tl.treespec
     assert leaves_are_the_same(tl.tree(), tree)
@@ -34,7 +34,7 @@ def test_the_tree_comes_back_as_it_went_in(tree: Any) -> None:
 
 
 @given(trees(tensors()))
-def test_every_path_leads_to_its_leaf_or_its_part(tree: Any) -> None:
+def test_a_path_selects_a_leaf_or_a_part_of_the_list(tree: Any) -> None:
     tl = st.TensorList(tree)
     for path, leaf in zip(tl.treespec.paths(), tl, strict=True):
         assert tl[tuple(path)] is leaf
@@ -116,7 +116,7 @@ def test_lists_are_made_from_iterators_and_from_lists() -> None:
         ({"a": st.TensorList([torch.ones(2)])}, "['a'] is a TensorList: give its .tree()"),
     ],
 )
-def test_what_is_no_tensor_is_refused_by_its_path(value: Any, message: str) -> None:
+def test_a_leaf_that_is_no_tensor_is_refused_with_its_path(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         st.TensorList(value)
 
@@ -256,7 +256,7 @@ def test_an_empty_list_maps_to_empty_lists() -> None:
     assert repr(empty) == "TensorList(0 tensors, 0 values)"
 
 
-def test_the_way_a_call_runs_is_told() -> None:
+def test_explain_call_names_how_a_call_runs() -> None:
     a = st.TensorList([torch.ones(2), torch.ones(3, dtype=torch.bfloat16)])
     assert explain_call(torch.add, a, a) == "foreach aten._foreach_add.List (2 groups)"
     assert explain_call(torch.add, a, torch.ones(1)) == "mapped element by element"
@@ -280,7 +280,7 @@ def test_transforms_of_torch_func_take_the_elements_and_name_them_when_given_the
         torch.func.grad(lambda x: sum((x**2).sum()))(p)
 
 
-def test_elements_of_a_subclass_are_the_elements_and_get_their_gradients() -> None:
+def test_elements_may_be_tensors_of_a_subclass_and_get_gradients() -> None:
     class Marked(torch.Tensor):
         pass
 

@@ -56,7 +56,7 @@ def updated(p: list[torch.Tensor], g: list[torch.Tensor]) -> list[list[torch.Ten
         pytest.param("inductor", True, marks=pytest.mark.filterwarnings("ignore")),
     ],
 )
-def test_compiled_maths_on_lists_is_the_map(backend: str, packed: bool) -> None:
+def test_compiled_math_on_lists_is_the_map(backend: str, packed: bool) -> None:
     compiled = torch.compile(update, fullgraph=True, backend=backend)
     with torch.no_grad():
         for _ in range(2):
@@ -88,7 +88,7 @@ def test_compile_work_does_not_grow_with_the_number_of_packed_tensors() -> None:
     assert counted.nodes[0] == counted.nodes[1]
 
 
-def test_a_moved_element_is_noticed_by_compiled_code() -> None:
+def test_compiled_code_notices_that_an_element_left_the_arena() -> None:
     compiled = torch.compile(lambda x: x + 1, fullgraph=True, backend="aot_eager")
     p = st.TensorList(many(3)).pack()
     compiled(p)
@@ -127,7 +127,7 @@ GEOMETRY: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_compiled_code_sees_the_geometry_of_the_elements(packed: bool) -> None:
+def test_compiled_code_reads_the_shapes_and_strides_of_the_elements(packed: bool) -> None:
     x = st.TensorList([torch.ones(4, 2).t(), torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.int64)])
     for f in GEOMETRY[:2] + GEOMETRY[4:]:
         check_geometry(f, x.pack() if packed else x)
@@ -145,7 +145,7 @@ def check_geometry(f: Callable[[Any], Any], x: st.TensorList) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("ask", [lambda x: x.shape, lambda x: x.size(), lambda x: x.size(0), lambda x: x.numel()])
-def test_lists_of_other_sizes_see_their_own(ask: Callable[[Any], Any], packed: bool) -> None:
+def test_each_list_gets_its_own_sizes_in_compiled_code(ask: Callable[[Any], Any], packed: bool) -> None:
     dynamic = None if packed else False
     compiled = torch.compile(lambda x: (x * 2, ask(x)), fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for sizes in ((2, 3), (4, 5), (6, 7), (2, 3), (4, 5, 6)):
@@ -153,14 +153,14 @@ def test_lists_of_other_sizes_see_their_own(ask: Callable[[Any], Any], packed: b
         assert compiled(x.pack() if packed else x)[1] == ask(x)
 
 
-def test_sizes_that_compiled_code_does_not_know_are_refused() -> None:
+def test_metadata_with_symbolic_sizes_is_refused_in_compiled_code() -> None:
     compiled = torch.compile(lambda x: (x * 2, x.numel()), fullgraph=True, backend="eager")
     compiled(st.TensorList([torch.ones(2), torch.ones(3)]))
     with pytest.raises(Exception, match="numel of a TensorList has no rule"):
         compiled(st.TensorList([torch.ones(4), torch.ones(5)]))
 
 
-def test_a_packed_list_compiles_with_sizes_that_are_not_known() -> None:
+def test_a_packed_list_compiles_with_dynamic_sizes() -> None:
     x = st.TensorList([torch.ones(n) for n in (2, 3)]).pack()
     doubled, shapes = torch.compile(lambda x: (x * 2, x.shape), fullgraph=True, backend="aot_eager", dynamic=True)(x)
     assert shapes == doubled.shape == [torch.Size([2]), torch.Size([3])]
@@ -169,7 +169,7 @@ def test_a_packed_list_compiles_with_sizes_that_are_not_known() -> None:
 @pytest.mark.parametrize(
     "f", [lambda x: x @ x, lambda x: x.view(-1), lambda x: x.softmax(0), lambda x: x.detach(), lambda x: x.normal_()]
 )
-def test_what_has_no_rule_under_compile_is_refused(f: Callable[[Any], Any]) -> None:
+def test_a_call_without_a_rule_under_compile_is_refused(f: Callable[[Any], Any]) -> None:
     for tl in (st.TensorList([torch.ones(2, 2)]), st.TensorList([torch.ones(2, 2)]).pack()):
         with pytest.raises(Exception, match="has no rule"):
             torch.compile(f, fullgraph=True, backend="aot_eager")(tl)
@@ -200,7 +200,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "plain results": lambda x, w: (x[0] * 2, (x * x)[1], x.amax()[0] * w),
     "a constant": lambda x, w: sum((x * without_gradients(x)).sum()),
     "a write before": lambda x, w: halved_first(x),
-    "fused maths": lambda x, w: sum(smooth(x).sum()),
+    "fused math": lambda x, w: sum(smooth(x).sum()),
     "reductions": lambda x, w: sum(x.norm()) + sum(x.var()),
 }
 
@@ -229,7 +229,7 @@ def partly_frozen(turn: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     ("elements", "packed"), [(leaves, False), (leaves, True), (results, False), (partly_frozen, False)]
 )
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_flow_through_lists_that_come_into_compiled_code(
+def test_gradients_flow_through_lists_passed_to_compiled_code(
     name: str, elements: Callable[[int], Any], packed: bool
 ) -> None:
     if name == "a write before" and elements is results:
@@ -254,7 +254,7 @@ def test_gradients_flow_through_lists_that_come_into_compiled_code(
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_gradients_flow_whatever_the_sizes_and_the_number_of_packed_tensors(dynamic: bool | None) -> None:
+def test_gradients_flow_for_any_sizes_and_number_of_packed_tensors(dynamic: bool | None) -> None:
     compiled = torch.compile(lambda x: sum((x * x).sum()), fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for sizes in ((2, 3), (4, 5), (6, 7), (3, 4, 5), (8,), (2, 3)):
         x = st.TensorList([torch.arange(float(n), requires_grad=True) for n in sizes]).pack()
@@ -271,7 +271,7 @@ def test_a_list_that_the_result_does_not_depend_on_has_no_gradient() -> None:
     assert unused.grad == [None, None]
 
 
-def test_a_list_whose_elements_changed_is_followed_from_what_they_are_now() -> None:
+def test_gradients_reach_the_current_elements_after_elements_changed() -> None:
     w = torch.ones(3, requires_grad=True)
     x = st.TensorList([w * 2, w * 3])
     compiled = torch.compile(lambda x: sum((x * x).sum()), fullgraph=True, backend="aot_eager")
@@ -342,7 +342,7 @@ def with_a_block(p: Any, g: Any, lr: float) -> Any:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("step", [decorated, with_a_block])
-def test_parameters_are_updated_where_the_compiled_function_itself_turns_gradients_off(
+def test_parameters_are_updated_in_a_compiled_function_that_uses_no_grad_inside(
     step: Callable[..., Any], packed: bool
 ) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

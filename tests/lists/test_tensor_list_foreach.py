@@ -130,7 +130,7 @@ UNARY_ON_VALUES = [
 
 
 @pytest.mark.parametrize("func", UNARY_ON_VALUES, ids=lambda f: f.__name__)
-def test_what_runs_on_flats_is_the_map(func: Callable[..., Any]) -> None:
+def test_a_call_on_flats_is_the_map(func: Callable[..., Any]) -> None:
     succeeded = []
     for dtype, rest in itertools.product(
         DTYPES, ([], [2], [0.5], ["list"], ["zero"], ["list", "list"], ["list", 0.5], [0, 1])
@@ -230,7 +230,7 @@ def _product(func: Callable[..., Any], parts: list[torch.Tensor]) -> torch.Tenso
     return product.real if product.is_complex() else product
 
 
-def test_batching_is_left_to_calls_that_autograd_does_not_record() -> None:
+def test_calls_that_autograd_records_are_not_batched() -> None:
     args = batched_arguments(torch.mm, torch.float32)
     args[0].requires_grad_()
     assert explain_call(torch.mm, *args) == "mapped element by element"

@@ -5,21 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from conformance import check_call, copy_of
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import subtensors as st
 from subtensors.dispatch.lists.batched import ROWS as BATCHED
 
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
 OVERRIDABLE = set(chain.from_iterable(torch.overrides.get_overridable_functions().values()))
 
-# What these give is whatever the memory held.
-UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
+# Their results are uninitialized memory.
+UNINITIALIZED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize_"}
 
 
 def samples(op: OpInfo, count: int, requires_grad: bool) -> Iterable[SampleInput]:
@@ -44,7 +45,7 @@ def has_list(tree: Any) -> bool:
     return any(isinstance(x, st.TensorList) for x in optree.tree_leaves(tree))
 
 
-def records(tree: Any) -> bool:
+def any_requires_grad(tree: Any) -> bool:
     return any(isinstance(x, st.TensorList) and any(x.requires_grad) for x in optree.tree_leaves(tree))
 
 
@@ -56,6 +57,8 @@ def overridable(func: Callable[..., Any] | None) -> bool:
 
 
 def test_every_function_of_op_db_maps_over_a_list() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
+
     failures, covered = [], 0
     for op in op_db:
         forms = [f for f in (op.op, op.method_variant, op.inplace_variant) if overridable(f)]
@@ -64,24 +67,26 @@ def test_every_function_of_op_db_maps_over_a_list() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = list(samples(op, 2, requires_grad=False))
+                inputs = list(samples(op, 2, requires_grad=False))
             except RuntimeError:
                 continue
-            for sample in found:
+            for sample in inputs:
                 call = as_lists(((sample.input, *sample.args), sample.kwargs))
                 if not has_list(call):
                     continue
                 for form in forms:
                     covered += 1
                     try:
-                        check_call(form, *call, values=op.name not in UNINITIALISED and form not in BATCHED)
-                    except Exception as error:  # told at the end, with the others
+                        check_call(form, *call, values=op.name not in UNINITIALIZED and form not in BATCHED)
+                    except Exception as error:  # reported at the end, with the rest
                         failures.append(f"{op.formatted_name} {form}: {type(error).__name__} {str(error)[:200]}")
     assert not failures, "\n".join(failures)
     assert covered > 1000
 
 
 def test_gradients_flow_through_the_elements() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
+
     failures, covered = [], 0
     for op in op_db:
         if not overridable(op.op) or not op.supports_autograd:
@@ -90,7 +95,7 @@ def test_gradients_flow_through_the_elements() -> None:
             warnings.simplefilter("ignore")
             for sample in samples(op, 1, requires_grad=True):
                 call = as_lists(((sample.input, *sample.args), sample.kwargs))
-                if not records(call):
+                if not any_requires_grad(call):
                     continue
                 try:
                     covered += check_call(
@@ -100,7 +105,7 @@ def test_gradients_flow_through_the_elements() -> None:
                         # The last bits of its backward depend on where a matrix lies in memory.
                         values=op.name != "linalg.det",
                     )
-                except Exception as error:  # told at the end, with the others
+                except Exception as error:  # reported at the end, with the rest
                     failures.append(f"{op.formatted_name}: {type(error).__name__} {str(error)[:300]}")
     assert not failures, "\n".join(failures)
     assert covered > 300

@@ -60,7 +60,7 @@ def test_a_packed_list_shares_storage_with_its_originals() -> None:
     assert (p.flats[0] == 3).sum() == 5
 
 
-def test_results_of_pointwise_maths_on_packed_lists_stay_packed() -> None:
+def test_results_of_pointwise_math_on_packed_lists_stay_packed() -> None:
     with torch.no_grad():
         p = model().pack()
         q = torch.where(p > 0, p, 0.0).to(torch.bfloat16)
@@ -70,7 +70,7 @@ def test_results_of_pointwise_maths_on_packed_lists_stay_packed() -> None:
         assert [t.shape for t in q] == p.shape
 
 
-def test_an_element_that_was_moved_away_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_is_unpacked_once_an_element_left_its_arena(caplog: pytest.LogCaptureFixture) -> None:
     moves: list[Callable[[torch.Tensor], None]] = [
         lambda t: setattr(t, "data", torch.full((3, 4), 9.0)),
         lambda t: setattr(t, "data", t.data[:2]),
@@ -123,7 +123,7 @@ def test_elements_that_share_part_of_their_memory_are_refused() -> None:
     assert halves.add_(1).sum().tolist() == [5, 5]
 
 
-def test_what_has_no_strides_or_may_not_move_is_not_packed() -> None:
+def test_sparse_and_subclass_tensors_are_not_packed() -> None:
     with pytest.raises(ValueError, match=re.escape("[0] is a torch.sparse_coo")):
         st.TensorList([torch.eye(2).to_sparse()]).pack()
     with pytest.raises(ValueError, match=r"moves tensors .*\[1\] is a torch.strided StaticAddressTensor"):
@@ -144,7 +144,7 @@ def test_a_0d_element_promotes_as_an_unpacked_one_does() -> None:
     assert (x.pack() + torch.tensor(1.0)).dtype == [torch.float32, torch.bfloat16]
 
 
-def test_whole_numbers_are_not_divided_by_what_lies_between_elements() -> None:
+def test_integer_division_does_not_read_the_gaps_between_elements() -> None:
     x, y = (st.TensorList([torch.full((3,), v), torch.full((2,), v)]) for v in (7, 2))
     for func in (torch.floor_divide, torch.remainder, torch.fmod):
         assert check_call(func, [x, y], packed=True)
@@ -158,7 +158,7 @@ def test_a_packed_list_is_packed_again_when_it_is_unpickled() -> None:
     assert all(torch.equal(a, b) for a, b in zip(tl.tensors, loaded.tensors, strict=True))
 
 
-def test_a_packed_list_follows_what_its_elements_become() -> None:
+def test_a_packed_list_notices_each_change_of_its_elements() -> None:
     p = model().pack()
     for t in p:
         t.requires_grad_(False)
@@ -178,7 +178,7 @@ def test_a_packed_list_follows_what_its_elements_become() -> None:
         assert (q + 0)[0].tolist() == [[0, 2], [1, 3]]
 
 
-def test_elements_that_nobody_else_knows_become_views_when_they_are_asked_for() -> None:
+def test_elements_without_other_references_are_made_again_as_views_when_read() -> None:
     state = st.TensorList([torch.full((2, n), float(n)) for n in (3, 5)]).pack()
     assert state._elements is None  # there is none to look at
     assert state.arena is not None
@@ -190,7 +190,7 @@ def test_elements_that_nobody_else_knows_become_views_when_they_are_asked_for() 
 
 
 @pytest.mark.parametrize("tie", ["name", "weak reference", "attribute", "autograd", "a graph", "the list's own list"])
-def test_elements_that_somebody_may_name_stay_themselves(tie: str) -> None:
+def test_elements_with_other_references_keep_their_identity(tie: str) -> None:
     tl = st.TensorList([torch.ones(2), torch.ones(3)])
     names: list[Any] = []
     if tie == "name":

@@ -18,7 +18,6 @@ from class_evidence.calls import Call
 from class_evidence.evidence import DISCOVERABLE, Recorder, Report, validate
 from class_evidence.probes import PROBES
 from torch._ops import OpOverload
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from subtensors.dispatch.ops.op_class_overrides import SUPPLEMENT
@@ -74,7 +73,9 @@ def attempt(run: Callable[[], Any]) -> bool:
 
 
 def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
-    """Runs op_db under the recorder: how many samples ran, and how many could not."""
+    """Run op_db under the recorder; return how many samples ran, and how many could not."""
+    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
+
     ran = [0, 0]
     for info in op_db:
         supported = info.supported_dtypes("cpu")
@@ -90,7 +91,7 @@ def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
                 with recorder:
                     differentiate(info(*given, **sample.kwargs), (given, sample.kwargs))
 
-            def composite_ops_whole(info: Any = info, given: Any = given, sample: Any = sample) -> None:
+            def without_decomposing(info: Any = info, given: Any = given, sample: Any = sample) -> None:
                 with torch.inference_mode(), recorder:
                     info(*given, **sample.kwargs)
 
@@ -100,7 +101,7 @@ def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
                     info.inplace_variant(target, *sample.args, **sample.kwargs)
 
             ran[0 if attempt(forward_and_backward) else 1] += 1
-            attempt(composite_ops_whole)
+            attempt(without_decomposing)
             if info.inplace_variant is not None and isinstance(sample.input, torch.Tensor):
                 attempt(in_place)
     return ran[0], ran[1]
@@ -152,7 +153,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_sweep_meets_most_of_what_programs_call() -> None:
+def test_the_sweep_covers_most_ops_that_programs_call() -> None:
     calls, (ran, failed) = recorded()
     assert len(calls) > 900
     assert failed < 0.02 * ran
@@ -165,11 +166,11 @@ def test_every_claim_of_the_table_holds_on_every_recorded_call() -> None:
 
 
 def test_no_op_without_a_class_has_the_property_of_one() -> None:
-    assert {name: klass for name, klass in report().missing.items() if name not in LOOK_ALIKES} == {}
+    assert {name: cls for name, cls in report().missing.items() if name not in LOOK_ALIKES} == {}
 
 
 @of_the_pinned_torch
-def test_every_look_alike_is_still_one() -> None:
+def test_each_listed_look_alike_still_looks_like_its_class() -> None:
     assert set(LOOK_ALIKES) == set(report().missing)
 
 
@@ -235,7 +236,7 @@ def test_each_class_but_other_has_a_refuted_claim_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "run", "klass"),
+    ("op", "run", "cls"),
     [
         (aten.add.Tensor, lambda: x + x, OpClass.POINTWISE),
         (aten.add_.Tensor, lambda: x.clone().add_(x), OpClass.POINTWISE),
@@ -243,14 +244,12 @@ def test_each_class_but_other_has_a_refuted_claim_above() -> None:
         (aten.flip.default, lambda: x.flip(0), OpClass.COPY),
     ],
 )
-def test_an_op_left_out_of_its_class_is_reported_missing(
-    op: OpOverload, run: Callable[[], Any], klass: OpClass
-) -> None:
-    assert klass in DISCOVERABLE
+def test_an_op_left_out_of_its_class_is_reported_missing(op: OpOverload, run: Callable[[], Any], cls: OpClass) -> None:
+    assert cls in DISCOVERABLE
     with Recorder() as recorder:
         run()
     found = validate(recorder.calls, lambda o: OpClass.OTHER if o is op else op_class(o))
-    assert found.missing == {overload_name(op): klass}
+    assert found.missing == {overload_name(op): cls}
 
 
 def test_a_table_patched_in_the_whole_sweep_is_caught() -> None:
@@ -264,7 +263,7 @@ def test_a_table_patched_in_the_whole_sweep_is_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "klass"),
+    ("op", "cls"),
     [
         (aten.add.Tensor, OpClass.POINTWISE),
         (aten.lt_.Tensor, OpClass.POINTWISE),
@@ -298,8 +297,8 @@ def test_a_table_patched_in_the_whole_sweep_is_caught() -> None:
         (torch.ops.prims.device_put.default, OpClass.OTHER),
     ],
 )
-def test_an_overload_has_the_class_of_what_it_computes(op: OpOverload, klass: OpClass) -> None:
-    assert op_class(op) is klass
+def test_sampled_overloads_have_the_expected_class(op: OpOverload, cls: OpClass) -> None:
+    assert op_class(op) is cls
 
 
 def test_an_in_place_or_out_overload_has_the_class_of_its_functional_form() -> None:
@@ -319,7 +318,7 @@ def test_nearly_every_overload_that_writes_has_a_functional_form() -> None:
     assert aten.set_.source_Tensor_storage_offset in without
 
 
-def test_a_functional_form_computes_what_its_in_place_op_leaves_behind() -> None:
+def test_a_functional_form_returns_what_its_in_place_op_writes() -> None:
     compared = 0
     with quiet(), torch.no_grad():
         for op, calls in recorded()[0].items():
@@ -373,9 +372,9 @@ def test_every_group_of_the_supplement_gives_its_reason() -> None:
 
 
 @of_the_pinned_torch
-def test_the_docs_page_counts_what_the_table_holds() -> None:
+def test_the_docs_page_has_the_counts_of_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "op-classes.md").read_text()
     rows = dict(re.findall(r"^\| `([A-Z_]+)` \|.*\| (\d+) \|$", page, re.MULTILINE))
     counts = Counter(op_class(op) for op in aten_overloads())
-    assert rows == {klass.name: str(counts[klass]) for klass in OpClass}
+    assert rows == {cls.name: str(counts[cls]) for cls in OpClass}
     assert f"{len(aten_overloads())} overloads" in page

@@ -109,7 +109,7 @@ def test_the_old_memory_of_a_parameter_that_moved_is_given_back(device: torch.de
     opt = st.optim.Adam(params)
     for _ in range(3):
         opt.step()
-        old = memory.Sharers(params)
+        old = memory.StorageUseCounts(params)
         for p in params:
             p.data = p.data.clone()
         # No one but this test holds it, so that an offload to the host frees memory of the device.

@@ -62,7 +62,7 @@ def test_importing_the_package_does_not_load_the_compiler() -> None:
     assert run("import sys, subtensors; print('torch._dynamo' in sys.modules)").strip() == "False"
 
 
-def test_the_compiler_is_as_it_was_after_eager_use_of_each_type() -> None:
+def test_eager_use_of_each_type_leaves_the_compiler_unchanged() -> None:
     program = f"""{SNAPSHOT}
 sys.path.insert(0, "tests/support")
 import without_internals
@@ -86,7 +86,7 @@ def test_a_torch_that_is_newer_than_those_tested_is_noted_once() -> None:
     assert done.stderr.count("is newer than") == 1
 
 
-def test_importing_the_package_leaves_the_lists_of_torchs_optimizers_alone() -> None:
+def test_importing_the_package_leaves_the_lists_of_torchs_optimizers_unchanged() -> None:
     program = """
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -139,7 +139,7 @@ def check_declared(paths: list[str]) -> None:
             assert result == expected[program] or (result.startswith("MissingInternal") and path in result), path
 
 
-def test_compiled_programs_are_right_where_a_rule_of_the_compiler_finds_nothing() -> None:
+def test_compiled_programs_are_right_where_a_rule_of_dynamo_lacks_a_part() -> None:
     check_rules(["import TensorVariable", "method call_method", "attribute BUILTIN_TO_TENSOR_RFN_MAP"])
 
 
@@ -148,12 +148,12 @@ def test_compiled_programs_are_right_where_any_part_that_a_rule_uses_is_missing(
     check_rules(sorted(set(RULE_PARTS)))
 
 
-def test_a_missing_private_part_of_torch_is_done_without_or_named() -> None:
+def test_a_missing_private_part_of_torch_has_a_fallback_or_is_named() -> None:
     check_declared(["torch._C._dispatch_tls_local_include_set", "torch._guards.TracingContext.try_get"])
 
 
 @pytest.mark.slow
-def test_any_missing_private_part_of_torch_is_done_without_or_named() -> None:
+def test_any_missing_private_part_of_torch_has_a_fallback_or_is_named() -> None:
     check_declared(sorted(REQUIRED))
 
 

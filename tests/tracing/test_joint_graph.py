@@ -37,7 +37,7 @@ def ops(graph: fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-def test_equal_values_are_computed_once_and_random_ones_as_often_as_they_were() -> None:
+def test_equal_values_are_computed_once_and_random_ones_each_time() -> None:
     def program(call: Callable[..., fx.Node], a: fx.Node, b: fx.Node) -> list[fx.Node]:
         first, second = (call(aten.mul.Tensor, call(aten.detach.default, a), b) for _ in range(2))
         drawn = [call(aten.rand_like.default, x) for x in (first, second)]
@@ -45,22 +45,22 @@ def test_equal_values_are_computed_once_and_random_ones_as_often_as_they_were() 
 
     graph = made(program)
     of_output = graph.output_node().args[0][-1]  # type: ignore[index]
-    first = _merge_equals(graph, apart=[])
+    first = _merge_equals(graph, distinct=[])
     graph.eliminate_dead_code()
     assert ops(graph) == ["aten.mul.Tensor", "aten.rand_like.default", "aten.rand_like.default", "aten.add.Tensor"]
     assert first[of_output].target is aten.mul.Tensor  # type: ignore[index]
     assert first[of_output] is not of_output  # type: ignore[index]
 
 
-def test_what_stands_for_something_else_is_no_equal_value() -> None:
+def test_a_tangent_is_not_merged_with_the_value_it_was_traced_as() -> None:
     graph = made(lambda call, a, b: [call(aten.ones_like.default, a), call(aten.ones_like.default, a)])
-    _merge_equals(graph, apart=[graph.output_node().args[0][1]])  # type: ignore[index,list-item]
+    _merge_equals(graph, distinct=[graph.output_node().args[0][1]])  # type: ignore[index,list-item]
     graph.eliminate_dead_code()
     assert len(ops(graph)) == 2
 
 
 @pytest.mark.parametrize("also", ["", "product", "sum"])
-def test_a_product_that_is_only_cast_comes_out_in_float32_on_a_gpu(also: str) -> None:
+def test_a_product_that_is_only_cast_returns_float32_on_a_gpu(also: str) -> None:
     def program(call: Callable[..., fx.Node], a: fx.Node, b: fx.Node) -> list[fx.Node]:
         product = call(aten.mm.default, a, b)
         turned = call(aten.permute.default, call(aten.permute.default, product, [1, 0]), [1, 0])
@@ -73,13 +73,13 @@ def test_a_product_that_is_only_cast_comes_out_in_float32_on_a_gpu(also: str) ->
     kept += ["aten.add.Tensor"] * (also == "sum")
     for device in ("cpu", "cuda"):
         graph = made(program, device)
-        _cast_in_products(graph, list(graph.output_node().args[0]), apart=frozenset())  # type: ignore[arg-type]
+        _cast_in_products(graph, list(graph.output_node().args[0]), distinct=frozenset())  # type: ignore[arg-type]
         is_changed = device == "cuda" and not also
         assert ops(graph) == (["aten.mm.dtype", *kept[1:3]] if is_changed else kept)
 
 
 @pytest.mark.gpu
-def test_products_in_float32_are_nearer_to_the_truth() -> None:
+def test_products_that_return_float32_are_more_exact() -> None:
     a, b = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     truth = a.double() @ b.double()
 

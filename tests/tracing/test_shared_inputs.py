@@ -59,7 +59,7 @@ def test_the_kernel_errs_no_more_than_torch(
 
 
 @pytest.mark.parametrize("rows", [5, 600, 5000])
-def test_the_op_is_as_it_says(device: str, rows: int) -> None:
+def test_the_custom_op_matches_its_declaration_and_reference(device: str, rows: int) -> None:
     for has_bias in (True, False):
         x, weights, biases = made(rows, 64, [48, 6], has_bias, torch.float16, device)
         torch.library.opcheck(torch.ops.subtensors.grouped_linear.default, (x, weights, biases))
@@ -108,7 +108,7 @@ def test_products_of_one_input_become_one_call(has_bias: bool, shape: tuple[int,
         torch.testing.assert_close(module(x), program(x))
 
 
-def test_more_products_than_a_call_takes_are_several_calls() -> None:
+def test_more_products_than_fit_a_call_become_several_calls() -> None:
     weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(7)]
     module = shared(lambda x: torch.stack([nn.functional.linear(x, w) for w in weights]), torch.randn(5, 8))
     found = targets(module)
@@ -127,7 +127,7 @@ def _not_transposed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x @ a + x @ b
 
 
-def _of_what_is_computed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _of_computed_weights(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x @ (a * 2).t() + x @ (b * 2).t()
 
 
@@ -140,9 +140,9 @@ def _of_two_views(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "program", [_written_between, _not_transposed, _of_what_is_computed, _of_two_inputs, _of_two_views]
+    "program", [_written_between, _not_transposed, _of_computed_weights, _of_two_inputs, _of_two_views]
 )
-def test_other_products_stay_as_they_are(program: Any) -> None:
+def test_other_products_are_not_merged(program: Any) -> None:
     a, b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
     x = torch.randn(4, 8)
     module = shared(lambda x: program(x, a, b), x)
@@ -151,8 +151,8 @@ def test_other_products_stay_as_they_are(program: Any) -> None:
         torch.testing.assert_close(module(x), program(x, a, b))
 
 
-def test_large_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subtensors.dispatch.tracing.shared_inputs.LARGEST", 8 * 8 * 4)
+def test_products_with_large_weights_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subtensors.dispatch.tracing.shared_inputs.MAX_WEIGHT_BYTES", 8 * 8 * 4)
     module = shared(Attention(8, True), torch.randn(5, 8))
     assert torch.ops.subtensors.grouped_linear.default not in targets(module)
 

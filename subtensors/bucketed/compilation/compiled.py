@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.calls.outputs import Output, Outputs
 from subtensors.bucketed.compilation.size_polymorphic import DynamicCode, SizePolymorphic, TraceableProgram
 from subtensors.dispatch.sizes.dim_factors import Factor
-from subtensors.dispatch.tracing.shape_template import Template
+from subtensors.dispatch.tracing.shape_template import ShapeTemplate
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ OutputMetadata: TypeAlias = (
 """The dims, symbols, buckets and rows of a tensor."""
 
 
-class Compiled(SizePolymorphic[TraceableProgram, tuple[Template, DynamicCode]]):
+class Compiled(SizePolymorphic[TraceableProgram, tuple[ShapeTemplate, DynamicCode]]):
     """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
     _written_inputs: frozenset[int] = frozenset()
@@ -50,9 +50,9 @@ class Compiled(SizePolymorphic[TraceableProgram, tuple[Template, DynamicCode]]):
         bucket.written_inputs |= self._written_inputs
         return join_outputs(tensors, template.extra(sizes))
 
-    def trace(self, bucket: TraceableProgram, points: Sequence[tuple[int, ...]]) -> tuple[Template, DynamicCode]:
+    def trace(self, bucket: TraceableProgram, points: Sequence[tuple[int, ...]]) -> tuple[ShapeTemplate, DynamicCode]:
         """See `SizePolymorphic`."""
-        template = Template(
+        template = ShapeTemplate(
             lambda inputs: split_outputs(bucket.run_on(inputs)), bucket.zero_inputs, points, self.dim_inputs
         )
         self._written_inputs |= bucket.written_inputs

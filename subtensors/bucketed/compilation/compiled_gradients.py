@@ -26,8 +26,8 @@ from subtensors.bucketed.compilation.size_polymorphic import (
 from subtensors.bucketed.state.program_state import State, leaf_ids_of
 from subtensors.dispatch.ops.plain_types import detached
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
-from subtensors.dispatch.tracing.joint_graph import Halves
-from subtensors.dispatch.tracing.shape_template import NoTemplate, Template
+from subtensors.dispatch.tracing.joint_graph import ForwardBackward
+from subtensors.dispatch.tracing.shape_template import NoTemplate, ShapeTemplate
 
 _log = logging.getLogger("subtensors.bucketed")
 
@@ -72,7 +72,7 @@ class Joint:
         self, bucket: DifferentiableProgram, points: Sequence[tuple[int, ...]], options: CompileOptions
     ) -> None:
         params = bucket.aliased_parameters()
-        self.template = Template(
+        self.template = ShapeTemplate(
             lambda inputs: _joint(bucket, inputs),
             lambda sizes: [*bucket.zero_inputs(sizes), *map(detached, params)],
             points,
@@ -80,7 +80,9 @@ class Joint:
             simplified=True,
         )
         *_, self.is_present, self.roots_at, self.num_results = self.template.extra(points[0])
-        self.halves = Halves(self.template.module, self.num_results, sum(self.is_present), self.template.traces)
+        self.halves = ForwardBackward(
+            self.template.module, self.num_results, sum(self.is_present), self.template.traces
+        )
         self.forward = DynamicCode(self.halves.forward, options)
         self.backward = DynamicCode(self.halves.backward, options)
 
@@ -142,7 +144,7 @@ class CompiledGradients(SizePolymorphic[DifferentiableProgram, Joint]):
             tangents: the gradients of the results that require grad.
         """
         joint, sizes = self.trace_for(bucket), bucket.spec.buckets
-        read = joint.halves.read
+        read = joint.halves.backward_inputs
         inputs = [*saved, *[detached(given[i]) for i in read], *tangents]
         dynamic_dims: list[tuple[int, int]] = []
         if self.shared_trace is not None:

@@ -152,7 +152,7 @@ class SizePolymorphic(ABC, Generic[P, T]):
         """The traces that serve one bucket each, by its sizes."""
         self._is_known = False
         if bucket.device.type == "cuda":
-            compiler.start_workers(options)
+            compiler.start_compile_workers(options)
 
     @abstractmethod
     def trace(self, bucket: P, points: Sequence[tuple[int, ...]]) -> T:

@@ -87,7 +87,7 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
     """
     registered, values = state.registered(), _Values(buffers)
     rng = RngState([*devices, *[t.device for t in state.tensors()]])
-    with autograd.unseen_writes(buffers):
+    with autograd.without_version_bumps(buffers):
         try:
             yield
         finally:
@@ -170,7 +170,7 @@ class _Snapshot:
         self._state.optimizers.restore(self._optimizers)
         for t, gradient in self._gradients:
             t.grad = gradient
-        with autograd.unseen_writes(self._values.tensors):
+        with autograd.without_version_bumps(self._values.tensors):
             self._values.restore()
         self._rng.restore()
         if [t._version for t in self._left_out] != self._versions:

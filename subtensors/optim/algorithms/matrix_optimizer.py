@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.dispatch.lists.stacking import run_by_shape
+from subtensors.dispatch.lists.batched import run_by_shape
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.lists.tensor_list import TensorList

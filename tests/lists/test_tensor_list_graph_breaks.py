@@ -1,4 +1,4 @@
-"""Lists where compiled code ends: at a graph break they are real again, and what no stand-in has is never made up."""
+"""Lists at graph breaks: they are real tensors again, and nothing that fake tensors lack is invented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parameters() -> st.TensorList:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_after_a_graph_break_a_list_is_the_list_and_its_elements_the_elements(packed: bool) -> None:
+def test_after_a_graph_break_a_list_and_its_elements_are_the_original_tensors(packed: bool) -> None:
     def f(x: st.TensorList) -> Any:
         doubled = x * 2
         torch._dynamo.graph_break()
@@ -30,19 +30,19 @@ def test_after_a_graph_break_a_list_is_the_list_and_its_elements_the_elements(pa
     x = parameters().pack() if packed else parameters()
     counter = CompileCounter()
     with torch.no_grad():
-        doubled, same, element, elements, gradients, tree, follows = torch.compile(f, backend=counter)(x)
-    assert counter.frame_count == 1  # nothing of the calls after the break
+        doubled, same, element, elements, gradients, tree, requires_grad = torch.compile(f, backend=counter)(x)
+    assert counter.frame_count == 1  # no call after the break is compiled
     assert [t.tolist() for t in doubled] == [[[2.0] * 3] * 2, [2.0] * 4]
     assert same is x
     assert element is x[1]
     assert all(a is b for got in (elements, tree) for a, b in zip(got, x, strict=True))
     assert all(g is p.grad for g, p in zip(gradients, x, strict=True))
-    assert follows == [True, True]
+    assert requires_grad == [True, True]
 
 
 @pytest.mark.parametrize("ask", [lambda x: x[0].grad, lambda x: [t.grad for t in x], lambda x: x.tensors[1].grad])
 def test_the_gradient_of_an_element_in_compiled_code_is_refused(ask: Callable[[Any], Any]) -> None:
-    with pytest.raises(Exception, match="stand-ins for the elements of a TensorList"):
+    with pytest.raises(Exception, match="fake tensors for the elements of a TensorList"):
         torch.compile(ask, backend="eager")(parameters())
 
 

@@ -1,4 +1,4 @@
-"""Padded and chunked tensors in one program: the values are those of the plain one."""
+"""Padded and chunked tensors in one program give the values of the program on plain tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_padded_tensor_is_not_chunked(dim: int, device: str, caplog: pytest.Lo
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
 def test_a_bucketed_program_that_chunks_its_hidden_states_has_graphs(compile: Any, device: str) -> None:
     ours = model(device)
     theirs = copy.deepcopy(ours)
@@ -74,7 +74,7 @@ def test_a_bucketed_program_that_chunks_its_hidden_states_has_graphs(compile: An
     assert run.stats().hits == 2
 
 
-MEETINGS: dict[str, Callable[[Any, Any], Any]] = {
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "mul": torch.mul,
     "operator": lambda a, b: a - b,
     "cat": lambda a, b: torch.cat([a, b]).sum(0),
@@ -86,15 +86,15 @@ MEETINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Using a target size")  # of true sizes beside the bucket's
 @pytest.mark.parametrize("is_padded_first", [False, True])
-@pytest.mark.parametrize("name", MEETINGS)
-def test_a_chunked_tensor_gives_its_values_where_it_meets_a_padded_one(
+@pytest.mark.parametrize("name", CALLS)
+def test_a_chunked_tensor_is_materialized_in_a_call_with_a_padded_one(
     name: str, is_padded_first: bool, device: str
 ) -> None:
-    meet = MEETINGS[name]
+    call = CALLS[name]
     x, y = (torch.randn(5, 6, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
     results = []
     for chunked, padded in ((st.chunk(x, chunks=2), st.pad(y, {0: SEQ})), (x, y)):
-        result = meet(padded, chunked) if is_padded_first else meet(chunked, padded)
-        whole = result.unpad() if isinstance(result, st.PaddedTensor) else result
-        results.append((whole.detach(), *torch.autograd.grad(whole.square().sum(), (x, y))))
+        result = call(padded, chunked) if is_padded_first else call(chunked, padded)
+        unpadded = result.unpad() if isinstance(result, st.PaddedTensor) else result
+        results.append((unpadded.detach(), *torch.autograd.grad(unpadded.square().sum(), (x, y))))
     torch.testing.assert_close(results[0], results[1])

@@ -1,4 +1,4 @@
-"""A TensorList that compiled code makes itself is the list that it is in eager mode, with its gradients and writes."""
+"""A TensorList that compiled code makes has the gradients and the writes that it has in eager mode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_lists(a: Tensor, b: Tensor) -> Any:
     return total(doubled.detach() * doubled) + st.total_norm(TensorList([a, b]))
 
 
-def partly_unrecorded(a: Tensor, b: Tensor) -> Any:
+def partly_detached(a: Tensor, b: Tensor) -> Any:
     with torch.no_grad():
         made = TensorList([a, b.detach()])
         squares = (made * made).sum()
@@ -59,7 +59,7 @@ def iterated(a: Tensor, b: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [of_list_tuple_and_dict, of_activations, of_lists, partly_unrecorded, fused, iterated]
+    "function", [of_list_tuple_and_dict, of_activations, of_lists, partly_detached, fused, iterated]
 )
 def test_gradients_flow_through_a_list_that_compiled_code_makes(function: Callable[..., Any]) -> None:
     outcomes = []
@@ -95,11 +95,11 @@ def of_something_local(x: Tensor, y: Tensor) -> Any:
     return [local]
 
 
-def by_fused_maths(x: Tensor, y: Tensor) -> Any:
+def by_fused_math(x: Tensor, y: Tensor) -> Any:
     exchange(TensorList([x, y]), TensorList([y, x]), 0.5)
 
 
-@pytest.mark.parametrize("function", [through_views, twice, each_into_the_other, of_something_local, by_fused_maths])
+@pytest.mark.parametrize("function", [through_views, twice, each_into_the_other, of_something_local, by_fused_math])
 def test_writes_to_a_list_that_compiled_code_makes_reach_its_elements(function: Callable[..., Any]) -> None:
     outcomes = []
     for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
@@ -109,20 +109,17 @@ def test_writes_to_a_list_that_compiled_code_makes_reach_its_elements(function: 
     torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
-def test_packing_writing_where_autograd_follows_and_returning_it_are_refused() -> None:
-    def pack(a: Tensor) -> Any:
-        return TensorList([a.detach()]).pack().tensors
-
+def test_compiled_code_may_not_write_to_a_list_that_requires_grad_or_return_it() -> None:
     def write(a: Tensor) -> Any:
         return total(TensorList([a * 2]).mul_(3))
 
-    def give_back(a: Tensor) -> Any:
+    def return_list(a: Tensor) -> Any:
         return TensorList([a]) * 2
 
     a = torch.ones(3, requires_grad=True)
     for function, message in (
         (write, "no rule that writes where a TensorList requires grad"),
-        (give_back, "return its elements"),
+        (return_list, "return its elements"),
     ):
         with pytest.raises((st.RuleError, torch._dynamo.exc.TorchDynamoException), match=message):
             torch.compile(function, backend="aot_eager", fullgraph=True)(a)
