@@ -41,7 +41,7 @@ _JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
     aten.clone: (0,),
 }
 
-# op: the positions of arguments of which only one may depend on the sums: a product of two sums is not affine.
+# op: the positions of arguments; only one of them may depend on the sums, since a product of two sums is not affine.
 _BILINEAR: dict[OpOverloadPacket, Collection[int]] = {
     aten.mul: (0, 1),
     aten.mv: (0, 1),

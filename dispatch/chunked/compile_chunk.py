@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import TypeAlias
 
@@ -18,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk
-from subtensors.dispatch.chunked.schedule import Input, ScheduledStep
+from subtensors.dispatch.chunked.schedule import CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree
 
 BACKEND = "inductor"
@@ -26,27 +25,6 @@ BACKEND = "inductor"
 
 MIN_RUN_LENGTH = 2
 """The fewest ops in a run that is worth compiling."""
-
-
-@dataclass
-class CompiledRun:
-    """Consecutive ops as one function.
-
-    Args:
-        steps: the ops.
-        reads: inputs, values and per-chunk numbers, in the order of the function's arguments.
-        results: values that later ops read, in the order of what the function returns.
-        function: the compiled function.
-        grad: whether it is differentiated.
-        last_uses: values that no later op reads.
-    """
-
-    steps: list[ScheduledStep]
-    reads: list[Input | LazyValue | PerChunk]
-    results: list[LazyValue]
-    function: Callable[..., Sequence[torch.Tensor]]
-    grad: bool
-    last_uses: list[LazyValue]
 
 
 def compiled_program(

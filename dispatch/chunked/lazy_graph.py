@@ -102,7 +102,7 @@ class Combine(enum.Enum):
 
 
 class LazyValue:
-    """A tensor of the region, of which only the metadata is known until it is computed.
+    """A tensor of the region: only its metadata is known until it is computed.
 
     Args:
         meta: sizes, strides and dtype; None for an input, which has them itself.
@@ -172,7 +172,7 @@ class LazyValue:
 
 @dataclass(frozen=True, eq=False)
 class RowSlice:
-    """A replicated value of which each chunk reads its own part."""
+    """A replicated value that each chunk reads its own part of."""
 
     value: LazyValue
     layout: RowLayout

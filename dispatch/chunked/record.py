@@ -194,7 +194,7 @@ def largest(values: Sequence[LazyValue]) -> LazyValue:
 
 
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
-    """Return the operand of which each chunk reads its own part, chunked by `layout`."""
+    """Return the value as an operand that each chunk reads its own part of, chunked by `layout`."""
     own = value.layout
     if own is not None and own.dim == layout.dim and own.aligns_with(layout):
         layout.axis.merge(own.axis)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.accumulation import GradientSum, ProductInto
-from subtensors.dispatch.chunked.compile_chunk import CompiledRun, compiled_program
+from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
-from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
+from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
 
@@ -194,7 +194,7 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
     return plan.program
 
 
-# op: the positions of the two factors of a product, and of what is added to it.
+# op: the positions of the two factors of a product and of the addend.
 _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}
 
 

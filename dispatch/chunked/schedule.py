@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import optree
 import torch
 from optree import PyTreeSpec
+from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, Span
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, PerChunk, RowSlice, Span
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
 from subtensors.dispatch.ops.tree import PyTree
 
@@ -26,7 +27,7 @@ class Input:
 
     Args:
         value: its description.
-        layout: the rows, of which a chunk reads its own; None where it reads all.
+        layout: the layout by which each chunk reads its own rows; None where it reads all.
     """
 
     value: LazyValue
@@ -58,6 +59,27 @@ class ScheduledStep:
     last_uses: list[int] = field(default_factory=list)
 
 
+@dataclass
+class CompiledRun:
+    """Consecutive ops as one function.
+
+    Args:
+        steps: the ops.
+        reads: inputs, values and per-chunk numbers, in the order of the function's arguments.
+        results: values that later ops read, in the order in which the function returns them.
+        function: the compiled function.
+        grad: whether it is differentiated.
+        last_uses: values that no later op reads.
+    """
+
+    steps: list[ScheduledStep]
+    reads: list[Input | LazyValue | PerChunk]
+    results: list[LazyValue]
+    function: Callable[..., Sequence[Tensor]]
+    grad: bool
+    last_uses: list[LazyValue]
+
+
 class ChunkSchedule:
     """One pass over the chunks of an axis, for some partial values.
 
@@ -75,7 +97,7 @@ class ChunkSchedule:
         self.outputs = [self._description(v) for v in outputs]
         self.inputs: list[Input] = []
         self.steps: list[ScheduledStep] = []
-        self.program: Sequence[PyTree] | None = None
+        self.program: Sequence[ScheduledStep | CompiledRun] | None = None
         """The steps with runs of them compiled, once the pass has run, where the policy says so."""
         self._done: set[int] = set()
         for output in outputs:

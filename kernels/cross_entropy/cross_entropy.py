@@ -10,7 +10,7 @@ the loss of a row is
     both:                  s = e / V,  M = sum_k w_k,  r = z_loss;   an ignored row has t = s = r = 0
 
 and its gradient (t m + s M + 2 r L) p_k - t w_k q_k - s w_k. Everything here is a vector of N rows; only the kernels
-read what is as large as the logits. The options mean what they mean in `torch.nn.functional.cross_entropy`.
+read tensors as large as the logits. The options mean what they mean in `torch.nn.functional.cross_entropy`.
 For class targets one kernel computes the weights of the rows, where torch would launch a dozen: here the GPU waits.
 """
 

@@ -199,7 +199,7 @@ class KernelOps:
         return logits, logits.stride(0), soft, soft.stride(0), weight, class_indices
 
     def _target_operands(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
-        """Return distributions, class weights and class indices, with the logits in place of what is absent."""
+        """Return distributions, class weights and class indices, with the logits in place of absent ones."""
         soft = targets.soft
         if soft is None:
             soft = logits

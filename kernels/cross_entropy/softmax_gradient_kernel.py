@@ -236,6 +236,6 @@ def softmax_gradient_kernel(
             )  # fmt: skip
         tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if PLAIN:
-        tl.debug_barrier()  # the target's gradient is written over what was written for every class
+        tl.debug_barrier()  # the target's gradient overwrites the one that was written for every class
         g = inv_temperature * (softmax_factor * tl.exp2((target_y - row_max) * power - log_sum) - target_factor)
         tl.store(row_logits + target, g.to(logits.dtype.element_ty), mask=target >= 0)

@@ -53,7 +53,7 @@ class AliasRef:
         """Make this a view of a base, and return it.
 
         Args:
-            base: what it is a view of.
+            base: the reference that it is a view of.
             op: the op that took the view.
             args, kwargs: its arguments after the base.
             index: the index of the view among the results of the op.
