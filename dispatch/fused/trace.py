@@ -68,7 +68,7 @@ def trace(
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
     tracer = OpTracer(device, tuple(parameters))
-    scalars = ops.DynamicScalars()
+    scalars = ops.SymbolicScalars()
     proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
     args, kwargs = replace(proxies, [scalars.new(kind) for kind in numbers])
     with torch.no_grad(), tracer, _errors_with_source():

@@ -44,7 +44,7 @@ def computation_dtype(*args: torch.Tensor | float | None) -> torch.dtype:
     return promoted
 
 
-class DynamicScalars:
+class SymbolicScalars:
     """Python numbers whose values a trace must not read: torch's unbacked SymFloat and SymInt.
 
     Checked on 2.11, 2.13.

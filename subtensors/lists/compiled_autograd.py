@@ -40,7 +40,7 @@ class StoresTensors(Protocol):
         """A list of the same structure that stores other tensors."""
 
 
-class _Context(FunctionCtx):
+class _ListContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     source: StoresTensors
 
@@ -49,14 +49,14 @@ class JoinElements(torch.autograd.Function):
     """An autograd function from elements to their list."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, *elements: Tensor) -> Tensor:
+    def forward(ctx: _ListContext, x: Tensor, *elements: Tensor) -> Tensor:
         """Return the list."""
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)  # torch would make a vector of zeros for a list
         return x
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: StoresTensors | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ListContext, *gradients: StoresTensors | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of each element."""
         [gradient] = gradients
         if gradient is None:
@@ -69,13 +69,13 @@ class SplitElements(torch.autograd.Function):
     """An autograd function from a list to aliases of the tensors that it stores, elements or flats."""
 
     @staticmethod
-    def forward(ctx: _Context, x: StoresTensors) -> tuple[Tensor, ...]:
+    def forward(ctx: _ListContext, x: StoresTensors) -> tuple[Tensor, ...]:
         """Return aliases of the tensors."""
         ctx.source = x
         return tuple(t.view_as(t) for t in x.stored())  # views of a function: torch refuses to write to them
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> Tensor:
+    def backward(ctx: _ListContext, *gradients: Tensor) -> Tensor:
         """Return the list of the gradients."""
         return ctx.source.with_stored(list(gradients))
 
