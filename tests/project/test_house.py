@@ -29,7 +29,7 @@ IDIOMS = re.compile(
 )
 """Words that the field does not use."""
 
-MOST_USES_OF_ANY = 2100
+MOST_USES_OF_ANY = 200
 """To be lowered when there are fewer."""
 
 
