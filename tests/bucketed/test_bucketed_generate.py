@@ -212,7 +212,7 @@ def test_a_processor_of_logits_may_call_the_model_itself(name: str, device: str)
 def test_generate_is_refused_for_a_program_that_does_not_generate(device: str) -> None:
     with pytest.raises(st.RuleError, match="Hugging Face models"):
         st.bucketed(torch.nn.Linear(2, 2).to(device), {"input": {0: SEQ}}).generate(torch.zeros(1, 1))
-    with pytest.raises(st.RuleError, match="what prompts are padded on"):
+    with pytest.raises(st.RuleError, match="dims that prompts are padded on"):
         st.bucketed(gpt2(device), {"attention_mask": {1: SEQ}}).generate(torch.zeros(1, 1))
     with pytest.raises(ValueError, match="a max"):
         st.bucketed(gpt2(device), {"input_ids": {1: st.Dim("seq")}}).generate(torch.zeros(1, 1))
