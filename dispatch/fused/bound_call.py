@@ -23,7 +23,7 @@ from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressLayoutGuard
 from subtensors.dispatch.graphs.released_tensors import Release
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 if TYPE_CHECKING:
     from subtensors.dispatch.fused.triton_executor import PointerTable, TritonExecutor

@@ -50,7 +50,7 @@ from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
 from subtensors.kernels.fused.program import Scalar
 from subtensors.kernels.fused.tuning import default_tiling, tune, tuned_tiling
@@ -242,7 +242,7 @@ class FusedFunction:
     @gc_paused()
     def _make_plan(self, call: FusedCall, columns: Columns) -> ExecutionPlan:
         reason = ""
-        if dispatcher.is_transforming():
+        if is_transforming():
             reason = "a transform of torch.func or forward-mode differentiation is active"
         elif torch.is_grad_enabled() and any(t.requires_grad for c in columns for t in unique_tensors(c)):
             reason = "autograd records it"

@@ -30,8 +30,8 @@ from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
 from subtensors.kernels.fused.program import Parameter, Shape
 from subtensors.kernels.runtime import graph_lifetime
-from subtensors.kernels.runtime.current_device import current_stream
 from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import current_stream
 
 logger = logging.getLogger("subtensors.fused")
 

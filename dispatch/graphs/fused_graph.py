@@ -32,7 +32,7 @@ from subtensors.dispatch.graphs import capture, deferred_finalizers
 from subtensors.dispatch.graphs.protocols import LaunchGrid, NotRecordable, Recordable, Words
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.fused.launch import Prelude, bits
-from subtensors.kernels.runtime.current_device import current_stream, on_stream
+from subtensors.kernels.runtime.launcher import current_stream, on_stream
 
 
 @dataclass

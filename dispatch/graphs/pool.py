@@ -33,7 +33,7 @@ from torch import Tensor
 from subtensors.dispatch.graphs import capture as capture_module
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.kernels.memory.from_address import tensor_from_address
-from subtensors.kernels.runtime.current_device import current_stream, on_stream
+from subtensors.kernels.runtime.launcher import current_stream, on_stream
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.lists.list_call import ElementList, ListCall
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "

@@ -1,4 +1,4 @@
-"""Private torch APIs of autograd's graph: one function each, with the versions checked."""
+"""Private torch APIs of autograd and its transforms: one function each, with the versions checked."""
 
 from __future__ import annotations
 
@@ -166,3 +166,21 @@ def reenable_autograd() -> Iterator[None]:
         excluded = excluded - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._EnableTorchFunction():
         yield
+
+
+@requires("torch._C._functorch.maybe_current_level", "torch.autograd.forward_ad._current_level")
+def is_transforming() -> bool:
+    """Return whether a torch.func transform or forward-mode differentiation is active. Checked on 2.11, 2.13."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+@requires("torch._C._functorch.is_functorch_wrapped_tensor", "torch.autograd.forward_ad._current_level")
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a torch.func transform (grad, vmap, ...) has wrapped a tensor, or the tensor has a tangent.
+
+    Checked on 2.11, 2.13.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

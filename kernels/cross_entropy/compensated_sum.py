@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.logits_block import product_into
-from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.launcher import launching_on
 
 BLOCK = 2048
 

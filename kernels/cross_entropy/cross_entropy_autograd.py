@@ -22,7 +22,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
 from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
-from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.launcher import launching_on
 
 SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
 """The elements of a tile, and the programs, of the kernel that scales a gradient in place."""

@@ -22,8 +22,7 @@ from subtensors.kernels.cross_entropy.cross_entropy import (
     RowStatistics,
     Targets,
 )
-from subtensors.kernels.runtime.current_device import launching_on
-from subtensors.kernels.runtime.launcher import CachedLauncher
+from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
 
 
 class GradFlags(NamedTuple):

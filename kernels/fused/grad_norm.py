@@ -18,8 +18,8 @@ from torch import Tensor
 
 from subtensors.kernels.fused.codegen import Kernel
 from subtensors.kernels.fused.launch import Integers
-from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
 from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
 
 BLOCK = 2048
 """Elements that a program reads at a time."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from subtensors.kernels.fused.launch import Integers
 from subtensors.kernels.fused.lowering import TRITON_TYPES
-from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import launching_on
 
 ROWS = 32
 """Rows a program of the first kernel."""

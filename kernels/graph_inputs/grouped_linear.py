@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.custom_ops import define
+from subtensors.kernels.runtime.launcher import launching_on
 
 MAX_LAYERS = 3
 """The most layers that the kernel takes."""

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.runtime.async_compile import CompiledKernel, compile_async
-from subtensors.kernels.runtime.current_device import current_stream, launching_on
-from subtensors.kernels.runtime.launcher import JitKernel, Launch, prepare_launch
+from subtensors.kernels.runtime.launcher import JitKernel, Launch, current_stream, launching_on, prepare_launch
 
 BLOCK = 1024
 

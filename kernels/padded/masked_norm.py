@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan
-from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
-from subtensors.kernels.runtime.launcher import CachedLauncher
+from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on, multiprocessors
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 MAX_ROW_LENGTH = 16384

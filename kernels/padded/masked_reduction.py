@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
-from subtensors.kernels.runtime.current_device import launching_on, multiprocessors
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 KINDS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "norm")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
-from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 MAX_ONE_PASS_ELEMENTS = 16384

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import TILE_ELEMENTS
-from subtensors.kernels.runtime.current_device import launching_on
 from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.kernels.runtime.valid_lengths import ValidLength, normalize_dims, valid_mask
 
 DimTriple = tuple[int, "int | Tensor", int]

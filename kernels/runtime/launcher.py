@@ -1,4 +1,8 @@
-"""Repeated launches of a Triton kernel, at little more host time than the driver's own launch takes.
+"""Launches of Triton kernels: on which device and stream, and at little more host time than the driver's own takes.
+
+Triton launches on the current device, wherever the memory of its arguments is. There it would read addresses of another
+device: an illegal access, or, where torch has enabled peer access, a race with the work of that other device. So every
+launch is made inside `launching_on(device)`.
 
 Triton's `kernel[grid](...)` inspects every argument at every launch, which takes longer than the launch. It compiles a
 kernel for the dtypes of its arguments, for whether addresses and integers are multiples of 16, and for integers that
@@ -7,8 +11,10 @@ are one. `CachedLauncher` uses these properties as the key of a cache of launch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -21,7 +27,16 @@ from subtensors.kernels.runtime.async_compile import (
     requests,
     wait_for_triton,
 )
-from subtensors.kernels.runtime.current_device import current_stream, launching_on
+
+_NO_CHANGE: AbstractContextManager[object] = nullcontext()
+
+# As torch.cuda.current_device(), which checks on every call that CUDA is initialized: where there are tensors, it is.
+# Torch has no such function without CUDA. Checked on 2.11, 2.13.
+_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# As torch.cuda.current_stream(), without the object that it makes.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 ALIGNMENT = 16
 """Triton compiles a kernel apart for addresses, in bytes, and for integers that are multiples of this."""
@@ -31,6 +46,47 @@ Launch = Callable[..., None]
 
 Key = tuple[object, ...]
 """The properties of arguments that Triton compiles a kernel for."""
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on this device.
+
+    It costs next to nothing where the device is the current one.
+
+    Args:
+        device: the one with the memory of their arguments; for a CPU the context does nothing.
+
+    Example:
+        >>> with launching_on(torch.device("cpu")):
+        ...     pass
+    """
+    if device.type != "cuda" or device.index == _index():
+        return _NO_CHANGE
+    return torch.cuda.device(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current CUDA stream of a device, an int; 0 for a CPU. Checked on 2.11, 2.13."""
+    if device.type != "cuda":
+        return 0
+    return _raw_stream(device.index)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """A context in which work goes to this stream, and the stream's device is the current one.
+
+    `torch.cuda.stream` alone, at its exit, sets the stream of the device that was current before: CUDA then makes a
+    context on that device, of some hundred MiB.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 1 for a CPU, which interprets programs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class JitKernel(Protocol):

@@ -27,7 +27,7 @@ from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
-from subtensors.kernels.runtime.current_device import launching_on
+from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 

@@ -63,7 +63,7 @@ from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 

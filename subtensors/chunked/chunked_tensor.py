@@ -23,7 +23,7 @@ from subtensors.dispatch.ops.errors import SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 
 class ChunkedTensor(LazyTensor):

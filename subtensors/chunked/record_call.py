@@ -39,7 +39,7 @@ from subtensors.dispatch.chunked.rules import record
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
-from subtensors.dispatch.torch_internals.dispatcher import is_transformed
+from subtensors.dispatch.torch_internals.autograd import is_transformed
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 aten = torch.ops.aten

@@ -42,8 +42,7 @@ from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.autograd import is_fsdp_backward_hook
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_fsdp_backward_hook, is_transforming
 
 aten = torch.ops.aten
 

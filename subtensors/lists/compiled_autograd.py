@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.torch_internals.dispatcher import is_transforming
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 Edge = Tensor | torch.autograd.graph.Node
 """What a list is connected to: an element, or the autograd node that made it."""

@@ -22,7 +22,7 @@ from subtensors.dispatch.graphs.guards import AddressGuard, AddressLayoutGuard, 
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.kernels.runtime.current_device import current_stream
+from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient, is_immutable
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import needed_entries

@@ -24,8 +24,8 @@ from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
-from subtensors.kernels.runtime.current_device import current_stream
 from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 

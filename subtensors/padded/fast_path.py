@@ -30,6 +30,7 @@ from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.dispatch.torch_internals.ops import schema_of
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
@@ -118,7 +119,7 @@ def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
         return args[0]
     else:
         return NotImplemented
-    if not _accepts(op, args, kwargs) or dispatcher.is_intercepted() or dispatcher.is_transforming():
+    if not _accepts(op, args, kwargs) or dispatcher.is_intercepted() or is_transforming():
         return NotImplemented
     key = outcome_key(op, args, kwargs)
     known = _outcomes.get(key.values) if key is not None else None

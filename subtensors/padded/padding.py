@@ -17,6 +17,7 @@ from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symb
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo
+from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_values
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength
@@ -53,7 +54,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
         PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
     """
-    if dispatcher.is_transforming():
+    if is_transforming():
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )

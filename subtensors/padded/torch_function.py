@@ -45,7 +45,7 @@ from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import dispatcher, ops
-from subtensors.dispatch.torch_internals.autograd import run_backward
+from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
 from subtensors.padded import fast_path, size_debug
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
@@ -156,7 +156,7 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             if name == "size" or isinstance(out, torch.Size):
                 return _size_that_warns(args[0], args[1:], kwargs)
         return out
-    if dispatcher.is_transforming():
+    if is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
             f"unpad before it"

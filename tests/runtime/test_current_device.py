@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import subtensors.kernels
-from subtensors.kernels.runtime import current_device
-from subtensors.kernels.runtime.current_device import launching_on, on_stream
+from subtensors.kernels.runtime import launcher
+from subtensors.kernels.runtime.launcher import launching_on, on_stream
 
 BY_THEIR_CALLER = {"launch.py", "prepare_launch"}
 """A file and a function whose callers set the device of their launches: `TritonExecutor` and launchers."""
@@ -27,7 +27,7 @@ def test_a_launch_makes_the_device_of_its_memory_current(monkeypatch: pytest.Mon
         taken.append(which)
         return nullcontext()
 
-    monkeypatch.setattr(current_device, "_index", lambda: 0)
+    monkeypatch.setattr(launcher, "_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
     for place in ("cpu", "cuda:0", "cuda:1"):
         with launching_on(torch.device(place)):
