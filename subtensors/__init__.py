@@ -2,6 +2,7 @@
 
 from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.check import CheckReport
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.ops.errors import AddressError, RuleError, SizeError
 from subtensors.dispatch.torch_internals import requires as _internals
@@ -24,6 +25,7 @@ from subtensors.static.static_tensor import StaticAddressTensor, static
 __all__ = [
     "AddressError",
     "Arena",
+    "CheckReport",
     "ChunkedTensor",
     "Dim",
     "Geometric",

@@ -74,6 +74,8 @@ class Bucket:
         """The reason why it can't be captured, once that is known."""
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
+        self.checked_sizes: set[tuple[int, ...]] = set()
+        """The true sizes at which its results were compared with the plain program's."""
         self.is_allocated = False
         self.statics: list[Tensor] = []
         self.caller_values: list[Tensor] = []
@@ -288,18 +290,19 @@ class Bucket:
         """Return whether the next replay is to be timed."""
         return self.statistics.hits % TIMING_SAMPLE_EVERY == 0
 
-    def count_call(self, elements: tuple[int, int], is_hit: bool) -> None:
+    def count_call(self, elements: tuple[int, int], is_hit: bool, by: int = 1) -> None:
         """Count a call.
 
         Args:
             elements: along the Dims: at true sizes, and at the bucket's.
             is_hit: whether a replay answered it.
+            by: -1 to take it back.
         """
         statistics = self.statistics
-        statistics.calls += 1
-        statistics.hits += is_hit
-        statistics.real += elements[0]
-        statistics.padded += elements[1]
+        statistics.calls += by
+        statistics.hits += is_hit * by
+        statistics.real += elements[0] * by
+        statistics.padded += elements[1] * by
 
     def drop_graph(self) -> None:
         """Drop the graph, and return its memory to the pool."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from subtensors.bucketed.check import Schedule
 from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
@@ -19,6 +20,7 @@ def bucketed(
     memory_limit: int | str | None = None,
     on_miss: OnMiss = "capture",
     max_waste: float | None = None,
+    check: Schedule = "first",
 ) -> Bucketed:
     """Run a program over varying sizes as one CUDA graph per bucket: pad the inputs, replay, cut the results back.
 
@@ -33,6 +35,10 @@ def bucketed(
         on_miss: what to do with a size that has no graph: "capture" one if that is possible, run it at its true size
             ("eager"), or raise ("error").
         max_waste: if the bucket is more than this many times the true size, run at the true size.
+        check: "first" compares each bucket's first calls with the plain program on unpadded arguments (its first one,
+            the first at a second true size, and those at a true size of 0 or 1), gradients too if autograd tracks the
+            call; where they differ, the bucket runs the program at its true sizes, and the log and `stats()` say so. An
+            int n compares every n-th call as well; False none. Such a call runs the program once more.
 
     Returns:
         A callable with the program's arguments: plain tensors, PaddedTensors, pytrees of them, and others, which are
@@ -57,6 +63,9 @@ def bucketed(
         raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {on_miss!r}")
     if max_waste is not None and not (isinstance(max_waste, (int, float)) and max_waste >= 1):
         raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
+    is_count = type(check) is int and check > 0
+    if not (check == "first" or check is False or is_count):
+        raise ValueError(f"check is 'first', False or an int of at least 1, got {check!r}")
     limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
     if not isinstance(compile, (bool, dict)):
         raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")
@@ -67,4 +76,4 @@ def bucketed(
         raise ValueError(f"compile's backend is one of torch._dynamo.list_backends(), got {backend!r}")
     if options and "reduce" in str(options.get("mode")):
         raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
-    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options)
+    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options, check)

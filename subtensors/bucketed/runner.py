@@ -29,6 +29,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -50,6 +51,7 @@ from subtensors.bucketed.calls.call_key import (
 )
 from subtensors.bucketed.calls.call_spec import CallSpec
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
+from subtensors.bucketed.check import Checker, CheckReport, Schedule
 from subtensors.bucketed.compilation.size_polymorphic import CompileOptions
 from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
 from subtensors.bucketed.generation import Generation, prompt_dim
@@ -85,8 +87,9 @@ class Bucketed(ModuleProxy):
         on_miss: OnMiss,
         max_waste: float | None,
         compile_options: CompileOptions | None,
+        check: Schedule,
     ) -> None:
-        self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options
+        self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options, check
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss = on_miss
         self.state = State(program)
@@ -98,6 +101,7 @@ class Bucketed(ModuleProxy):
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation[Bucketed] | None = None
+        self.checker = Checker(self.state, check)
         self._is_settled = False
         """True inside `settled()`: nothing replaces what the program reads."""
         functools.update_wrapper(self, program, updated=())
@@ -129,7 +133,25 @@ class Bucketed(ModuleProxy):
                 leaves = cached.format.ordered(leaves)
             if cached.reason:
                 return self._fall_back(cached.reason, cached.error, args, kwargs)
+            if (cached.calls == 1 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
+                return self._answer_and_check(cached, leaves, args, kwargs)[0]
             return self._answer(cached, leaves, args, kwargs)
+
+    def _answer_and_check(
+        self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs
+    ) -> tuple[PyTree, CheckReport]:
+        """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer."""
+        assert cached.bucket is not None
+        assert cached.spec is not None
+        self.state.guard.check_resident()
+
+        def fall_back(reason: str) -> PyTree:
+            return self._fall_back(reason, None, args, kwargs)
+
+        def answer() -> PyTree:
+            return self._answer(cached, leaves, args, kwargs)
+
+        return self.checker.answer_and_check(cached.bucket, cached.spec, leaves, cached.elements, answer, fall_back)
 
     def _add_call(
         self, key: CallKey, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs
@@ -202,7 +224,9 @@ class Bucketed(ModuleProxy):
         return outputs.rebuild([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
     def _fall_back(self, reason: str, error: Exception | None, args: Args, kwargs: Kwargs) -> PyTree:
-        self.fallbacks.count(reason, error)
+        # An error of the program's own is raised as it is, by the program, without a word about graphs.
+        if not self.checker.program_raises:
+            self.fallbacks.count(reason, error)
         with self.state.guard.during_run():
             return self.program(*args, **kwargs)
 
@@ -275,6 +299,31 @@ class Bucketed(ModuleProxy):
         if bucket.no_graph_reason:
             self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
 
+    def check(self, *args: PyTree, **kwargs: PyTree) -> CheckReport:
+        """Compare a call with the plain program on unpadded arguments, gradients too if autograd tracks the call.
+
+        The call captures a graph if there is none yet; whatever it writes is undone. A bucket whose results differ runs
+        the program at its true sizes from then on.
+
+        Args:
+            args, kwargs: of the call.
+
+        Returns:
+            The report; `report.passed` is True if the results were compared and agree.
+        """
+        with self._lock:
+            leaves, structure = flatten(args, kwargs)
+            shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
+            cached = self.call_cache.analyze(shared, leaves, args, kwargs)
+            if cached.reason or cached.bucket is None:
+                return CheckReport(cached.sizes, not_checked=f"no graph for this call: {cached.reason}")
+            leaves = cached.format.ordered(leaves)
+            before = self.checker.snapshot(cached.bucket, leaves, self.state.tensors())
+            try:
+                return self._answer_and_check(cached, leaves, args, kwargs)[1]
+            finally:
+                before.restore()
+
     def generate(self, inputs: Tensor | None = None, **options: object) -> PyTree:
         """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
 
@@ -298,7 +347,7 @@ class Bucketed(ModuleProxy):
     def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
         """Bucket another program with the same options; calls of it that have no graph are errors."""
         own = self.graph_cache
-        other = type(self)(program, dims, own.max_graphs, own.memory_limit, "capture", None, own.compile_options)
+        other = type(self)(program, dims, own.max_graphs, own.memory_limit, "capture", None, own.compile_options, False)
         other.fallbacks.are_errors = True
         other.call_cache.is_bounded = False  # there is one cache for each number of rows
         return other
@@ -340,7 +389,8 @@ class Bucketed(ModuleProxy):
               n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
         """
         with self._lock:
-            return self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
+            statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
+            return replace(statistics, checked=self.checker.checked, not_checked=dict(self.checker.not_checked))
 
     def captured_buckets(self) -> list[Bucket]:
         """Return the buckets with a graph, the least recently called one first."""

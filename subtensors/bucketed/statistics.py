@@ -95,6 +95,8 @@ class Statistics:
         recompiles: compilations after the first, with `compile`.
         fallbacks: the number of calls that ran at their true sizes, without a graph, by reason.
         sizes: how often each true size was seen, by Dim.
+        checked: the number of calls that were compared with the plain program.
+        not_checked: the number of calls that were due for a comparison and could not be compared, by reason.
     """
 
     mode: str
@@ -106,6 +108,8 @@ class Statistics:
     recompiles: int
     fallbacks: dict[str, int]
     sizes: dict[str, Counter[int]]
+    checked: int = 0
+    not_checked: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -143,6 +147,7 @@ class Statistics:
                 f"  {self.evictions} evictions, {self.recaptures} recaptures, {self.recompiles} recompilations"
             )
         lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
+        lines += [f"  {count} calls not checked: {reason}" for reason, count in self.not_checked.items()]
         return "\n".join(lines)
 
 

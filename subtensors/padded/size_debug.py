@@ -117,7 +117,14 @@ def watch_size_arithmetic() -> Iterator[None]:
         >>> print(caught[0].message)
         arithmetic with 4, the bucket of dim 0 (true size n), not its true size: use x.count(dim)
     """
-    with _Watch() as mode, checked_bounds():
+    with watch_sizes(), checked_bounds():
+        yield
+
+
+@contextlib.contextmanager
+def watch_sizes() -> Iterator[None]:
+    """Warn where Python computes with a padded size, without looking at index tensors."""
+    with _Watch() as mode:
         active_modes.append(mode)
         try:
             yield

@@ -109,7 +109,7 @@ def test_a_program_that_must_be_run_at_every_size_is(device: str, pools: list[Pr
             tuned.add(x.shape[1])
         return x.softmax(1)
 
-    run = st.bucketed(program, {"x": {1: SEQ}})
+    run = st.bucketed(program, {"x": {1: SEQ}}, check=False)
     for n in (5, 30, 6, 31, 12, 20, 13):
         x = data(n, device)
         torch.testing.assert_close(run(x), x.softmax(1))

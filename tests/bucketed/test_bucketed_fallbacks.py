@@ -150,6 +150,6 @@ def test_the_largest_buffers_are_not_copied_for_a_rollback(device: str, monkeypa
     for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
         monkeypatch.setattr(rollback, "ROLLBACK_BYTES", room)
         before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
-        st.bucketed(ours, {"x": {0: SEQ}})(rows(5, device))
+        st.bucketed(ours, {"x": {0: SEQ}}, check=False)(rows(5, device))
         assert (ours.seen - before[0]).tolist() == [times] * 3
         assert ours.norm.num_batches_tracked - before[1] == times

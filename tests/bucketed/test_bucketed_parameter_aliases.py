@@ -99,7 +99,7 @@ def test_a_capture_avoids_the_nodes_of_a_graph_that_the_caller_keeps(met: list[d
     earlier = net(rows(3)).sum()
     callers = accumulators(earlier)
     same_gradients(net, alone, (5, 7, 6, 20))
-    assert len(met) == 6  # two warm-ups, two recordings, two replays
+    assert len(met) == 7  # two warm-ups, two recordings, two replays, and another one that is compared
     used = [net.first.weight, net.first.bias, net.last.bias]
     for nodes in met:
         assert not nodes.keys() & callers.keys()
@@ -122,7 +122,7 @@ def test_parameters_are_restored_after_each_call_even_if_it_raises() -> None:
             raise ValueError("no")
         return out  # type: ignore[no-any-return]
 
-    run = st.bucketed(program, DIMS)
+    run = st.bucketed(program, DIMS, check=False)
     run(rows(5))
     # The first call is on the parameters themselves, and the warm-up that fails on others.
     assert seen == [True, False]
@@ -195,7 +195,7 @@ def test_a_whole_step_runs_on_the_parameters_themselves(met: list[dict[Any, Tens
         opt.zero_grad()
         return loss.detach()
 
-    run = st.bucketed(step, DIMS)
+    run = st.bucketed(step, DIMS, check=False)
     for n in (5, 6, 7):
         run(rows(n))
     assert len(held) == 3

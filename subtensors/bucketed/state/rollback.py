@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -55,6 +55,12 @@ class RngState:
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
         return _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU])
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers were drawn since the snapshot, on the host or a device."""
+        return self.has_host_drawn() or any(
+            not _are_equal(capture.rng_state(device), state) for device, state in self._states.items()
+        )
 
     def restore(self) -> None:
         """Restore all generators to the snapshot."""
@@ -105,7 +111,7 @@ def restore_all(state: State, extra: Iterable[Tensor], devices: Iterable[torch.d
         extra: further tensors that the run may write to.
         devices: the devices on which it runs, besides those of its state.
     """
-    before = _Snapshot(state, devices, state.buffers(), [*extra, *state.tensors()])
+    before = Snapshot(state, devices, state.buffers(), [*extra, *state.tensors()])
     try:
         yield
     finally:
@@ -121,7 +127,7 @@ def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.devic
         extra: further tensors that the run may write to.
         device: the device on which it runs, besides the CPU.
     """
-    before = _Snapshot(state, [device], [], extra)
+    before = Snapshot(state, [device], [], extra)
     try:
         yield
     except BaseException:
@@ -129,7 +135,7 @@ def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.devic
         raise
 
 
-class _Snapshot:
+class Snapshot:
     """A snapshot of what a program may write to: tensors, gradients, optimizer state, random generators.
 
     The largest tensors, such as weights and key-value caches, are left out if their copies exceed `ROLLBACK_BYTES`.
@@ -139,10 +145,16 @@ class _Snapshot:
         devices: the devices whose random generators are included.
         always: tensors that are copied however large they are.
         extra: further tensors that may be written to.
+        undo: functions that restore what else may be written to.
     """
 
     def __init__(
-        self, state: State, devices: Iterable[torch.device], always: Sequence[Tensor], extra: Iterable[Tensor]
+        self,
+        state: State,
+        devices: Iterable[torch.device],
+        always: Sequence[Tensor],
+        extra: Iterable[Tensor],
+        undo: Sequence[Callable[[], object]] = (),
     ) -> None:
         self._state, self._registered = state, state.registered()
         self._rng = RngState([*devices, *[t.device for t in state.tensors()]])
@@ -162,7 +174,25 @@ class _Snapshot:
             elif not t.is_inference():
                 self._left_out.append(t)
         self._values = _Values(copied.values())
+        self._copied_versions = {id(t): _version(t) for t in self._values.tensors}
         self._versions = [t._version for t in self._left_out]
+        self._undo = undo
+
+    def has_copy(self, t: Tensor) -> bool:
+        """Return whether the snapshot holds a tensor's values."""
+        return id(t) in self._copied_versions
+
+    def has_written(self, t: Tensor) -> bool:
+        """Return whether a tensor of the snapshot was written to since, as far as torch counts writes."""
+        return self.has_copy(t) and _version(t) != self._copied_versions[id(t)]
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers were drawn since."""
+        return self._rng.has_drawn()
+
+    def can_restore(self) -> bool:
+        """Return whether what was written since can be undone."""
+        return [t._version for t in self._left_out] == self._versions
 
     def restore(self) -> None:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
@@ -173,7 +203,9 @@ class _Snapshot:
         with autograd.without_version_bumps(self._values.tensors):
             self._values.restore()
         self._rng.restore()
-        if [t._version for t in self._left_out] != self._versions:
+        for undo in self._undo:
+            undo()
+        if not self.can_restore():
             _log.warning("a run that must have no side effects wrote to a tensor too large to keep a copy of")
 
 
@@ -192,6 +224,11 @@ class _Values:
         with torch.no_grad():
             for t, values in zip(self.tensors, self._copies, strict=True):
                 t.copy_(values)
+
+
+def _version(t: Tensor) -> int:
+    """Return the number of writes to a tensor; inference tensors have no count."""
+    return 0 if t.is_inference() else t._version
 
 
 def _nbytes(t: Tensor) -> int:

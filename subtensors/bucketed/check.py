@@ -1,0 +1,306 @@
+"""Checks of a bucketed call: the bucket's results beside those of the plain program on unpadded arguments.
+
+A padded size that the program computes with in Python, a rule that is wrong, a value that Python keeps and no guard
+watches: whatever makes a bucket compute something else shows where both run on the same call.
+
+```
+    call -+-> plain program: results, gradients, writes --> state restored --.
+          |                                                                  v
+          '-> bucket: first run or replay: the same ------------------> compare (compare_runs.py)
+                                                                             |-- equal: the bucket's results
+                                                                             '-- not: state restored; the plain
+                                                                                 program answers, now and later
+```
+
+A call that draws random numbers can't be compared, since padded tensors draw others, nor can one whose writes can't be
+undone. `stats()` counts those with their reasons.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.call_cache import CachedCall
+from subtensors.bucketed.calls.call_key import READ_IN_PLACE, callers_tensors
+from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
+from subtensors.bucketed.calls.python_objects import ObjectSnapshot
+from subtensors.bucketed.compare_runs import Observed, first_difference, moved, observe, unit_in_the_last_place
+from subtensors.bucketed.fallbacks import summarize_error
+from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.state.rollback import Snapshot
+from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.torch_internals import autograd
+from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.size_debug import PaddedSizeWarning, watch_sizes
+
+Schedule: TypeAlias = "Literal['first', False] | int"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """A bucketed call beside the plain program.
+
+    Args:
+        sizes: the call's true sizes, by Dim.
+        difference: the first difference; "" if there is none.
+        not_checked: the reason why nothing was compared; "" if it was.
+        lines: `file:line: message` for each line of the program that computed with a padded size, if they differ.
+
+    Example:
+        >>> import subtensors as st
+        >>> run = st.bucketed(lambda x: x.sum(1), {"x": {1: st.Dim("n", max=8, buckets=4)}})
+        >>> run.check(torch.ones(2, 3)).passed
+        True
+    """
+
+    sizes: Mapping[str, int]
+    difference: str = ""
+    not_checked: str = ""
+    lines: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True if the results were compared and agree."""
+        return not self.difference and not self.not_checked
+
+
+@dataclass
+class Expected:
+    """The outcome of the plain program for a call.
+
+    Args:
+        result: its result, kept only if the writes of the run can't be undone: it is then the call's answer.
+        is_final: True in that case.
+        observed: of the run; None if it can't be compared.
+        written: the tensors that it wrote to, by name.
+        not_checked: the reason why it can't be compared, or "".
+        error: raised by the program.
+    """
+
+    result: PyTree = None
+    is_final: bool = False
+    observed: Observed | None = None
+    written: dict[str, Tensor] = field(default_factory=dict)
+    not_checked: str = ""
+    error: Exception | None = None
+
+
+class Checker:
+    """Runs the plain program for the calls of a runner that are to be checked, and compares.
+
+    Args:
+        state: of the program.
+        schedule: "first" for each bucket's first calls, an int for every n-th call as well, False for none.
+    """
+
+    def __init__(self, state: State, schedule: Schedule) -> None:
+        self._state, self._schedule = state, schedule
+        self.every = 0 if isinstance(schedule, (str, bool)) else schedule
+        """One in so many calls is checked; 0 for none."""
+        self._calls = 0
+        self.checked = 0
+        """The calls that were compared with the plain program."""
+        self.not_checked: Counter[str] = Counter()
+        """The calls that were due for a check and could not be compared, by reason."""
+        self.program_raises = False
+        """True while a call is answered for which the plain program raised an error."""
+
+    def is_due(self, call: CachedCall) -> bool:
+        """Return whether a call is to be checked.
+
+        A bucket's first call is, the first one at a second true size, and those at a true size of 0 or 1: what depends
+        on the true size shows at two of them, and sizes of 0 and 1 are broadcast.
+        """
+        bucket, spec = call.bucket, call.spec
+        if self._schedule is False or bucket is None or spec is None or bucket.no_graph_reason:
+            return False
+        if autograd.has_saved_tensor_hooks():  # a checkpoint's, which count what is saved
+            return False
+        self._calls += 1
+        if self.every and self._calls % self.every == 0:
+            return True
+        if call.calls > 1 or spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
+            return False
+        return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
+
+    def answer_and_check(
+        self,
+        bucket: Bucket,
+        spec: CallSpec,
+        leaves: list[PyTree],
+        elements: tuple[int, int],
+        answer: Callable[[], PyTree],
+        fall_back: Callable[[str], PyTree],
+    ) -> tuple[PyTree, CheckReport]:
+        """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer.
+
+        Args:
+            bucket, spec, leaves, elements: of the call.
+            answer: answers the call.
+            fall_back: answers it at its true sizes, for a reason.
+        """
+        sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
+        before = self.snapshot(bucket, leaves)
+        expected = self._run_plain(bucket, leaves, spec.sizes, before)
+        if expected.is_final:
+            return expected.result, self._report(sizes, expected.not_checked)
+        is_replay = bucket.is_captured
+        self.program_raises = expected.error is not None
+        try:
+            result = answer()
+        finally:
+            self.program_raises = False
+        if reason := expected.not_checked or bucket.no_graph_reason:
+            return result, self._report(sizes, reason)
+        difference = self._compare(bucket, leaves, expected, result)
+        if not difference:
+            if is_replay and isinstance(bucket, TrainedBucket):
+                # The comparison took gradients through the call's graph: the caller gets another one.
+                before.restore()
+                bucket.count_call(elements, is_hit=True, by=-1)
+                result = answer()
+            return result, CheckReport(sizes)
+        before.restore()
+        lines = padded_size_lines(lambda: bucket.call(padded_leaves(leaves, spec, bucket.device)))
+        before.restore()
+        bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
+        bucket.drop()
+        return fall_back(bucket.no_graph_reason), CheckReport(sizes, difference, lines=lines)
+
+    def _report(self, sizes: Mapping[str, int], reason: str) -> CheckReport:
+        """Count a call that can't be compared, and report why."""
+        self.not_checked[reason] += 1
+        return CheckReport(sizes, not_checked=reason)
+
+    def snapshot(self, bucket: Bucket, leaves: Sequence[PyTree], extra: Iterable[Tensor] = ()) -> Snapshot:
+        """Return a snapshot of what a call may write to: the state, tensors and objects among the arguments."""
+        given = [x._dense if type(x) is PaddedTensor else x for x in leaves if isinstance(x, Tensor)]
+        others = [x for x in leaves if not isinstance(x, Tensor)]
+        undo = [ObjectSnapshot(others).restore]
+        return Snapshot(self._state, [bucket.device], [], [*extra, *given, *callers_tensors(others)], undo)
+
+    def _run_plain(
+        self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[int, ...], before: Snapshot
+    ) -> Expected:
+        """Run the plain program on unpadded arguments, and undo what it wrote.
+
+        Args:
+            bucket: of the call.
+            leaves: of the call's arguments.
+            sizes: the true sizes.
+            before: a snapshot of what the call may write to.
+        """
+        bucket.checked_sizes.add(sizes)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return Expected(not_checked="other processes might have to run the program as well")
+        expected = Expected()
+        try:
+            expected.result = bucket.call([_unpadded(x) for x in leaves])
+            expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
+            expected.observed = self._observe(expected.result, leaves, expected.written)
+        except RuleError as error:  # what the program does can't be captured; the call itself will say so
+            expected.not_checked = summarize_error(error)
+        except Exception as error:
+            expected.not_checked, expected.error = f"the plain program raises {summarize_error(error)}", error
+        if before.has_drawn():
+            expected.not_checked = expected.not_checked or "it draws random numbers"
+        if before.can_restore():
+            before.restore()
+            expected.result = None
+        else:
+            expected.is_final = expected.error is None
+            expected.not_checked = "it writes to a tensor that is too large for a copy"
+        return expected
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the tensors of the program's state by name."""
+        names = {id(t): name for root in self._state.guard.roots for name, t in _named_tensors(root)}
+        own = {names.get(id(t), f"tensor {i}"): t for i, t in enumerate(self._state.guard.distinct_tensors)}
+        return own | {f"optimizer state {i}": t for i, t in enumerate(self._state.optimizers.tensors())}
+
+    def _observe(
+        self,
+        result: PyTree,
+        leaves: Sequence[PyTree],
+        written: Mapping[str, Tensor],
+        unit: float = 0.0,
+        direction: int = 0,
+    ) -> Observed:
+        inputs: dict[str, Tensor] = {}
+        if torch.is_grad_enabled():
+            given = {f"argument {i}": x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+            inputs = {name: t for name, t in (given | self._named()).items() if t.requires_grad}
+        return observe(result, leaves, inputs, written, unit, direction)
+
+    def _compare(self, bucket: Bucket, leaves: Sequence[PyTree], expected: Expected, result: PyTree) -> str:
+        """Return the first difference between a bucket's result and the plain program's, or ""."""
+        assert expected.observed is not None
+        self.checked += 1
+        got = self._observe(result, leaves, expected.written)
+        unit = unit_in_the_last_place([*self._state.tensors(), *leaves])
+
+        def moved_run(direction: int) -> Observed | None:
+            return self._run_moved(bucket, leaves, expected.written, unit, direction)
+
+        return first_difference(got, expected.observed, unit, moved_run)
+
+    def _run_moved(
+        self, bucket: Bucket, leaves: Sequence[PyTree], written: Mapping[str, Tensor], unit: float, direction: int
+    ) -> Observed | None:
+        """Run the plain program with parameters and arguments moved by a unit; None if that raises."""
+        parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
+        before = self.snapshot(bucket, leaves, parameters)
+        try:
+            given = [x if isinstance(x, READ_IN_PLACE) else _moved_leaf(x, unit, direction) for x in leaves]
+            with torch.no_grad(), autograd.without_version_bumps(parameters):
+                for t in parameters:
+                    if before.has_copy(t):
+                        t.copy_(moved(t, unit, direction))
+            return self._observe(bucket.call(given), given, written, unit, direction)
+        except Exception:  # such as an assertion of the program's; rounding then stays unmeasured
+            return None
+        finally:
+            before.restore()
+
+
+def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from root.named_parameters()
+    yield from root.named_buffers()
+
+
+def _moved_leaf(x: PyTree, unit: float, direction: int) -> PyTree:
+    plain = _unpadded(x)
+    return moved(plain, unit, direction) if isinstance(plain, Tensor) else plain
+
+
+def _unpadded(x: PyTree) -> PyTree:
+    """Return the plain tensor that a PaddedTensor stands for; other values as they are."""
+    if not isinstance(x, PaddedTensor):
+        return x
+    plain = x.unpad()
+    if isinstance(plain, list):
+        raise RuleError("a ragged PaddedTensor among the arguments stands for no single tensor")
+    return plain
+
+
+def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
+    """Run a program on PaddedTensors; return `file:line: message` for each line that computed with a padded size."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with watch_sizes():
+                run()
+        except Exception:  # the lines until then are what there is to tell
+            pass
+    own = [w for w in caught if issubclass(w.category, PaddedSizeWarning)]
+    return tuple(dict.fromkeys(f"{w.filename}:{w.lineno}: {w.message}" for w in own))

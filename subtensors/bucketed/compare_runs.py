@@ -1,0 +1,199 @@
+"""Comparison of two runs of a program, with rounding told apart from wrong numbers.
+
+Two right programs differ by rounding: sums over padded rows are added in another order. A few units in the last place
+of a tensor's largest value are always tolerated. Beyond that, what rounding may do to this program is measured: runs of
+the plain program whose parameters, arguments and cotangents are moved by up to a unit in the last place differ from it
+as much as rounding makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from subtensors.bucketed.calls.python_objects import flatten_result_objects
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.padded.padded_tensor import PaddedTensor
+
+TOLERATED_UNITS = 16
+"""The difference that is always tolerated, in units in the last place of the largest value."""
+
+NOISE_FACTOR = 8
+"""The difference that is tolerated, as a multiple of that between runs that are moved by a unit."""
+
+NOISE_RUNS = 2
+"""The number of moved runs, if a difference might be rounding."""
+
+RESULT, GRADIENT, WRITTEN = "result", "gradient of ", "written "
+
+Observed: TypeAlias = dict[str, PyTree]
+"""What a run computed, by name: copies of its results, of gradients, and of tensors that it wrote to."""
+
+
+def observe(
+    result: PyTree,
+    given: Sequence[PyTree],
+    inputs: Mapping[str, Tensor],
+    written: Mapping[str, Tensor],
+    unit: float = 0.0,
+    seed: int = 0,
+) -> Observed:
+    """Copy what a run computed.
+
+    Args:
+        result: of the program, any pytree.
+        given: the program's arguments.
+        inputs: the tensors whose gradients are taken, by name; for the same random cotangents in each run.
+        written: the tensors that the program may have written to, by name.
+        unit: how far the cotangents are moved, as a fraction of each.
+        seed: chooses the direction in which they are moved.
+    """
+    opened = flatten_result_objects(result, {id(x) for x in given})
+    results = {f"{RESULT}{pytree.keystr(path)}": x for path, x in pytree.tree_flatten_with_path(opened)[0]}
+    observed = {name: _copy(x) for name, x in results.items()}
+    roots = [x for x in results.values() if isinstance(x, Tensor) and x.requires_grad]
+    if roots and inputs:
+        cotangents = [moved(_random_like(root, 0), unit, seed) for root in roots]
+        found = torch.autograd.grad(roots, [*inputs.values()], cotangents, retain_graph=True, allow_unused=True)
+        observed |= {f"{GRADIENT}{name}": _copy(g) for name, g in zip(inputs, found, strict=True)}
+    return observed | {f"{WRITTEN}{name}": _copy(t) for name, t in written.items()}
+
+
+def _copy(x: PyTree) -> PyTree:
+    if not isinstance(x, Tensor):
+        return x
+    plain = x.unpad() if isinstance(x, PaddedTensor) else x
+    return [row.detach().clone() for row in plain] if isinstance(plain, list) else plain.detach().clone()
+
+
+def _random_like(t: Tensor, seed: int) -> Tensor:
+    """Return normal numbers that depend on the shape and the seed alone, without a draw from torch's own generators."""
+    generator = torch.Generator(t.device).manual_seed(1000 * seed + t.numel())
+    return torch.randn(t.shape, generator=generator, device=t.device, dtype=torch.float32).to(t.dtype)
+
+
+def moved(t: Tensor, unit: float, seed: int) -> Tensor:
+    """Return a tensor of floats whose numbers are moved by up to `unit` times themselves; others as they are."""
+    if not unit or not (t.is_floating_point() or t.is_complex()):
+        return t
+    shift = t.detach().abs() if t.is_floating_point() else t.detach()
+    out = t.detach() + shift * _random_like(t, seed + 1).real.clamp(-1, 1) * unit
+    return out.requires_grad_(t.requires_grad)
+
+
+def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
+    """Return the coarsest precision that a program over these tensors computes in: of their dtypes, autocast, TF32."""
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype.is_floating_point}
+    dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)}
+    unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+    allows_tf32 = torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return max(unit, 2.0**-10) if allows_tf32 and torch.cuda.is_available() else unit
+
+
+def first_difference(got: Observed, want: Observed, unit: float, moved_run: Callable[[int], Observed | None]) -> str:
+    """Return the first difference between two runs in words, or "".
+
+    Args:
+        got: what the bucket gave.
+        want: what the plain program gave.
+        unit: the precision, as of `unit_in_the_last_place`.
+        moved_run: runs the plain program moved by a unit, in a direction by number; None if that can't be done.
+    """
+    if [*got] != [*want]:
+        return f"it returns {', '.join(got) or 'nothing'} where the program returns {', '.join(want) or 'nothing'}"
+    noise: list[Observed] | None = None
+    scales = _scales(want)
+    for name, expected in want.items():
+        found = _compare(got[name], expected, unit, scales[name], [])
+        if found and found.may_be_rounding:
+            if noise is None:
+                noise = [run for run in map(moved_run, range(NOISE_RUNS)) if run is not None]
+            found = _compare(got[name], expected, unit, scales[name], [run.get(name) for run in noise])
+        if found:
+            return f"{name} {found.words}"
+    return ""
+
+
+def _scales(want: Observed) -> dict[str, float]:
+    """Return for each value the largest magnitude that its rounding errors come from.
+
+    A result is its own scale. Gradients, and values that are written, may be sums that cancel: these have the largest
+    one of their kind.
+    """
+    own = {name: max(map(_largest, x), default=0.0) if isinstance(x, list) else _largest(x) for name, x in want.items()}
+    kinds = {
+        kind: max((scale for name, scale in own.items() if name.startswith(kind)), default=0.0)
+        for kind in (GRADIENT, WRITTEN)
+    }
+    return {
+        name: next((largest for kind, largest in kinds.items() if name.startswith(kind)), scale)
+        for name, scale in own.items()
+    }
+
+
+def _largest(x: PyTree) -> float:
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    if x.layout != torch.strided or x.is_meta:
+        return 0.0
+    finite = x.abs()[x.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class _Difference:
+    words: str
+    may_be_rounding: bool = False
+
+
+def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: Sequence[PyTree]) -> _Difference | None:
+    if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
+        others = zip(*noise, strict=True) if noise else [()] * len(want)
+        rows = (_compare(g, w, unit, scale, m) for g, w, m in zip(got, want, others, strict=True))
+        return next(filter(None, rows), None)
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return None if _is_same(got, want) else _Difference(f"is {got!r:.60}, and {want!r:.60} in the program")
+    if got.shape != want.shape or got.dtype != want.dtype:
+        ours, theirs = (f"{str(x.dtype)[6:]}{[*x.shape]}" for x in (got, want))
+        return _Difference(f"is {ours}, and {theirs} in the program")
+    if got.layout != torch.strided or not want.numel() or want.is_meta:
+        return None
+    alike = [x for x in noise if isinstance(x, Tensor) and x.shape == want.shape]
+    if not (want.is_floating_point() or want.is_complex()):
+        return _compare_integers(got, want, alike)
+    error = _error(got, want)
+    allowed = TOLERATED_UNITS * max(unit, torch.finfo(want.dtype).eps) * scale
+    allowed += NOISE_FACTOR * max((_error(x, want) for x in alike), default=0.0)
+    if error <= allowed:
+        return None
+    return _Difference(f"differs by {error:.3g}, of {_largest(want):.3g} at most", error != torch.inf)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Return the largest difference; infinite if NaN or infinities stand in other places."""
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    ours, theirs = got.to(wide), want.to(wide)
+    error = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs())
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def _compare_integers(got: Tensor, want: Tensor, noise: Sequence[Tensor]) -> _Difference | None:
+    """Compare integers and bools; rounding may change some, such as the indices of a maximum."""
+    changed = int((got != want).sum())
+    if changed <= NOISE_FACTOR * max((int((x != want).sum()) for x in noise), default=0):
+        return None
+    return _Difference(f"differs in {changed} of {want.numel()} places", may_be_rounding=True)
+
+
+def _is_same(got: PyTree, want: PyTree) -> bool:
+    """Compare what is no tensor: plain values by value; objects of the user's, which may have no comparison, never."""
+    if isinstance(want, float) and isinstance(got, float):
+        return got == want or abs(got - want) <= 1e-5 * abs(want) or (got != got and want != want)
+    if not isinstance(want, (int, str, complex, type(None), torch.dtype, torch.device)):
+        return True
+    return type(got) is type(want) and bool(got == want)

@@ -1,0 +1,225 @@
+"""A bucket's first calls are compared with the plain program, and a bucket that differs runs the program instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import subtensors as st
+from subtensors.bucketed.state import rollback
+
+SEQ = st.Dim("n", max=64, buckets=[8, 16])
+DIMS = {"x": {1: SEQ}}
+
+
+def rows(n: int, device: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(2, n, 4, dtype=dtype, generator=generator).to(device)
+
+
+def mean_over_the_bucket(x: Tensor) -> Tensor:
+    return x.sum(1) / x.shape[1]
+
+
+def sum_of_positions(x: Tensor) -> Tensor:
+    return x.sum(1) + torch.arange(x.shape[1], device=x.device).sum()
+
+
+def length_of_a_row(x: Tensor) -> Tensor:
+    return x.sum(1) / len(x[0])
+
+
+def plain_mask(x: Tensor) -> Tensor:
+    return (x * torch.ones(x.shape[:2], device=x.device).cumsum(1)[:, -1:, None]).sum(1)
+
+
+WRONG = [mean_over_the_bucket, sum_of_positions, length_of_a_row, plain_mask]
+"""Programs whose Python computes with the bucket's size."""
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("program", WRONG)
+def test_a_program_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
+    program: Callable[[Tensor], Tensor], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = st.bucketed(program, DIMS)
+    for n in (5, 6, 13, 5):
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+    stats = run.stats()
+    assert sum(stats.fallbacks.values()) == 4
+    assert all("its results differ from the program's" in reason for reason in stats.fallbacks)
+    assert "its results differ from the program's: result differs by" in caplog.text
+    assert program is not mean_over_the_bucket or f"{__file__}:" in caplog.text
+
+
+@pytest.mark.usefixtures("captured")
+def test_what_holds_at_the_first_size_by_chance_shows_at_the_second(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.sum(1) * 8 / x.shape[1]
+
+    run = st.bucketed(program, {"x": {1: st.Dim("n", max=8, buckets=[8])}})
+    for n in (8, 5, 5):
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+
+
+@pytest.mark.usefixtures("captured")
+def test_gradients_are_compared_too(device: str) -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, size: int) -> Tensor:
+            ctx.size = size  # type: ignore[attr-defined]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return gradient * ctx.size, None  # type: ignore[attr-defined]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Scaled.apply(self.weight, x.shape[1])
+            return (x * out).sum(1)
+
+    ours, theirs = Model().to(device), Model().to(device)
+    run = st.bucketed(ours, DIMS)
+    for n in (5, 6):
+        for model in (run, theirs):
+            model(rows(n, device)).sum().backward()
+        torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    assert any("gradient of weight" in reason for reason in run.stats().fallbacks)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+def test_rounding_is_no_difference(dtype: torch.dtype, grad: bool, device: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)).to(device, dtype)
+
+    def program(x: Tensor) -> Tensor:
+        return F.softmax(net(x), 1).sum(1) + net(x).mean(1)
+
+    run = st.bucketed(program, DIMS)
+    with torch.set_grad_enabled(grad):
+        for n in (1, 5, 7, 13, 16):
+            run(rows(n, device, dtype))
+    stats = run.stats()
+    assert stats.checked == 4  # at 1, 5, 13 and 16
+    assert not stats.fallbacks
+    assert not stats.not_checked
+
+
+@pytest.mark.usefixtures("captured")
+def test_each_bucket_is_checked_at_two_sizes_and_at_the_smallest(device: str) -> None:
+    run = st.bucketed(lambda x: x.softmax(1), DIMS)
+    checked = []
+    for n in (5, 5, 6, 7, 1, 1, 13, 14, 15):
+        run(rows(n, device))
+        checked.append(run.stats().checked)
+    assert checked == [1, 1, 2, 2, 3, 3, 4, 5, 5]
+
+
+@pytest.mark.usefixtures("captured")
+def test_every_nth_call_sees_python_state_that_changed(device: str) -> None:
+    held = {"scale": 2.0}
+    get = held.__getitem__
+
+    def program(x: Tensor) -> Tensor:
+        return x.sum(1) * get("scale")
+
+    run = st.bucketed(program, DIMS, check=2)
+    run(rows(5, device))
+    held["scale"] = 3.0
+    for _ in range(4):
+        result = run(rows(5, device))
+    torch.testing.assert_close(result, program(rows(5, device)))
+
+
+@pytest.mark.usefixtures("captured")
+def test_what_the_program_writes_is_written_once(device: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.BatchNorm1d(4, dtype=torch.float64).to(device) for _ in range(2))
+    run = st.bucketed(lambda x: ours(x.transpose(1, 2)), DIMS)
+    with torch.no_grad():
+        for n in (5, 6, 5, 13):
+            torch.testing.assert_close(run(rows(n, device)), theirs(rows(n, device).transpose(1, 2)))
+            torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+            torch.testing.assert_close(ours.running_var, theirs.running_var)
+    assert run.stats().checked == 3
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_call_that_draws_random_numbers_is_not_checked_and_says_so(device: str) -> None:
+    run = st.bucketed(lambda x: F.dropout(x, 0.5).sum(1), DIMS)
+    run(rows(5, device))
+    assert run.stats().not_checked == {"it draws random numbers": 1}
+    assert "1 calls not checked: it draws random numbers" in str(run.stats())
+
+
+def test_a_write_too_large_to_undo_makes_the_plain_run_the_answer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    total = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def program(x: Tensor) -> Tensor:
+        total.add_(1)
+        return x.sum(1)
+
+    run = st.bucketed(program, DIMS)
+    for count in (1, 2, 3):
+        torch.testing.assert_close(run(rows(5, device)), rows(5, device).sum(1))
+        assert total.tolist() == [count] * 4
+
+
+def test_an_error_of_the_program_is_raised_without_a_word_about_graphs(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = st.bucketed(lambda x: x @ torch.ones(3, 3, dtype=x.dtype, device=x.device), DIMS)
+    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=r"shapes cannot be multiplied"):
+        run(rows(5, device))
+    assert not [record for record in caplog.records if record.name.startswith("subtensors.bucketed")]
+
+
+def test_nothing_is_run_twice_where_checks_are_off(device: str) -> None:
+    runs = []
+
+    def program(x: Tensor) -> Tensor:
+        runs.append(None)
+        return x.sum(1)
+
+    run = st.bucketed(program, DIMS, check=False)
+    run(rows(5, device))
+    without = len(runs)
+    st.bucketed(program, DIMS)(rows(5, device))
+    assert len(runs) == 2 * without + 1
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_check_on_demand_reports_and_writes_nothing(device: str) -> None:
+    norm = nn.BatchNorm1d(4, dtype=torch.float64).to(device)
+    run = st.bucketed(lambda x: norm(x.transpose(1, 2)), DIMS, check=False)
+    with torch.no_grad():
+        report = run.check(rows(5, device))
+        assert report.passed
+        assert dict(report.sizes) == {"n": 5}
+        assert norm.running_mean is not None
+        assert norm.running_mean.tolist() == [0] * 4
+        wrong = st.bucketed(mean_over_the_bucket, DIMS, check=False)
+        wrong(rows(5, device))
+        report = wrong.check(rows(5, device))
+    assert not report.passed
+    assert report.difference.startswith("result differs by")
+    assert any("arithmetic with 8, the bucket of dim 1" in line for line in report.lines)
+
+
+@pytest.mark.parametrize("check", [0, -1, True, "always", 1.5])
+def test_another_schedule_is_refused(check: object) -> None:
+    with pytest.raises(ValueError, match="check is 'first', False or an int of at least 1"):
+        st.bucketed(torch.exp, {0: {0: SEQ}}, check=check)  # type: ignore[arg-type]
