@@ -59,7 +59,9 @@ def observe(
     roots = [x for x in results.values() if isinstance(x, Tensor) and x.requires_grad]
     if roots and inputs:
         cotangents = [moved(_random_like(root, 0), unit, seed) for root in roots]
-        found = torch.autograd.grad(roots, [*inputs.values()], cotangents, retain_graph=True, allow_unused=True)
+        # On this thread, which holds the runner's lock: the backward of a replay takes it, too.
+        with torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(roots, [*inputs.values()], cotangents, retain_graph=True, allow_unused=True)
         observed |= {f"{GRADIENT}{name}": _copy(g) for name, g in zip(inputs, found, strict=True)}
     return observed | {f"{WRITTEN}{name}": _copy(t) for name, t in written.items()}
 

@@ -46,7 +46,7 @@ class Counting(nn.Module):
 @torch.no_grad()
 def test_only_the_first_bucket_is_run_before_its_capture(device: str, pools: list[PretendPool]) -> None:
     net = Counting().to(device)
-    run = st.bucketed(net, {"x": {1: SEQ}})
+    run = st.bucketed(net, {"x": {1: SEQ}}, check=False)
     seen = []
     for calls, n in enumerate((5, 30, 7, 12, 20, 31), 1):
         x = data(n, device)

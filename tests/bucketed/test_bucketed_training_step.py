@@ -162,7 +162,7 @@ def test_an_optimizer_with_accumulate_is_not_captured(device: str) -> None:
         run(x), plain(x)
         same_weights(net, alone)
     if device == "cuda":
-        assert "every so many steps" in next(iter(run.stats().fallbacks))
+        assert "only every n-th step" in next(iter(run.stats().fallbacks))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
