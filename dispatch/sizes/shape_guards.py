@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,20 @@ def trace_path(program: Callable[..., object], arguments: Arguments, sizes: Mapp
         >>> def halves(x):
         ...     return x.view(2, -1)
         >>> trace_path(halves, lambda s: [torch.empty(s.numbers["n"])], {"n": 7})
-        ProgramPath(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid ...")
+        ProgramPath(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid ...", ...)
     """
+    path = _symbolic_path(program, arguments, sizes)
+    if path is not None:
+        return path
+    error = _error_of(program, arguments, ConcreteSizes(sizes))
+    alone = tuple(sympy.Eq(size_symbol(name), size) for name, size in sizes.items())
+    return ProgramPath(alone, None if error is None else _message(error))
+
+
+def _symbolic_path(
+    program: Callable[..., object], arguments: Arguments, sizes: Mapping[str, int]
+) -> ProgramPath | None:
+    """Return the path of symbolic sizes; None where they end otherwise than the same sizes as numbers do."""
     symbolic = SymbolicSizes(sizes)
     error = _error_of(program, arguments, symbolic)
     names = {symbol: size_symbol(name) for symbol, name in symbolic.symbols.items()}
@@ -72,9 +85,9 @@ def trace_path(program: Callable[..., object], arguments: Arguments, sizes: Mapp
     confirmed = _error_of(program, arguments, ConcreteSizes(sizes))
     if confirmed is not None and is_undecided_without_values(confirmed):
         return ProgramPath(conditions, _message(confirmed), is_decided=False)
-    if confirmed is None or (type(confirmed), _places(confirmed)) != (type(error), _places(error)):
-        alone = tuple(sympy.Eq(size_symbol(name), size) for name, size in sizes.items())
-        return ProgramPath(alone, None if confirmed is None else _message(confirmed))
+    is_same = confirmed is not None and (type(confirmed), _places(confirmed)) == (type(error), _places(error))
+    if not is_same or _is_raised_by_arithmetic(error):
+        return None
     refusal = _message(error)
     for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
         refusal = refusal.replace(str(symbol), str(name))
@@ -111,6 +124,12 @@ def _places(error: Exception) -> list[tuple[CodeType, int]]:
             frames.append((code, step.tb_lasti))
         step = step.tb_next
     return frames
+
+
+def _is_raised_by_arithmetic(error: Exception) -> bool:
+    """Return whether arithmetic of symbols raised an error, as `1 // n` does: it records no condition for that."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith(("torch.fx.experimental.", "torch.utils._sympy.", "sympy."))
 
 
 _TORCH = str(Path(torch.__file__).parent)

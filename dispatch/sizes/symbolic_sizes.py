@@ -31,7 +31,7 @@ class ConcreteSizes:
         """Make every tensor one without values."""
         from torch._dispatch.python import enable_python_dispatcher
 
-        # Without it C++ would unfold composite functions, some of which take no symbols there.
+        # Without it C++ would unfold composite functions, where some take no symbols and others settle on one size.
         with self._mode, enable_python_dispatcher():
             yield
 
