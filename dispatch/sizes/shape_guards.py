@@ -129,7 +129,7 @@ def _places(error: Exception) -> list[tuple[CodeType, int]]:
 def _is_raised_by_arithmetic(error: Exception) -> bool:
     """Return whether arithmetic of symbols raised an error, as `1 // n` does: it records no condition for that."""
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").startswith(("torch.fx.experimental.", "torch.utils._sympy.", "sympy."))
+    return str(frame.f_globals.get("__name__")).startswith(("torch.fx.experimental.", "torch.utils._sympy.", "sympy."))
 
 
 _TORCH = str(Path(torch.__file__).parent)

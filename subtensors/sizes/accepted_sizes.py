@@ -155,7 +155,7 @@ def integer_set(values: Sequence[int]) -> sympy.Set:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ConsideredSizes:
     """The combinations of sizes that are considered.
 
     Args:
@@ -225,7 +225,7 @@ class Grid:
         return integer_set([int(size) for size in self.axes[0][mask]])
 
 
-def simplest(conditions: Sequence[sympy.Basic], mask: np.ndarray, grid: Grid) -> sympy.Basic | None:
+def simplest(conditions: Sequence[sympy.Basic], mask: np.ndarray, grid: ConsideredSizes) -> sympy.Basic | None:
     """Return a small subset of the conditions that is equivalent to the mask; None if all of them together are not."""
     kept = []
     for condition in conditions:

@@ -17,7 +17,7 @@ from subtensors.sizes.dims import Dim
 if TYPE_CHECKING:
     from subtensors.dispatch.sizes.shape_guards import ProgramPath
     from subtensors.dispatch.sizes.symbolic_sizes import ConcreteSizes
-    from subtensors.sizes.accepted_sizes import AcceptedSizes, Grid
+    from subtensors.sizes.accepted_sizes import AcceptedSizes, ConsideredSizes
 
 logger = logging.getLogger("subtensors.sizes")
 
@@ -69,11 +69,11 @@ def infer_sizes(
     random testing", 2005.
     """
     from subtensors.dispatch.sizes.shape_guards import trace_path
-    from subtensors.sizes.accepted_sizes import Grid
+    from subtensors.sizes.accepted_sizes import ConsideredSizes
 
     places = _places(fn, args, dims)
     known = _distinct(places)
-    grid = Grid(known, _axes(known))
+    grid = ConsideredSizes(known, _axes(known))
 
     def arguments(symbolic: ConcreteSizes) -> list[object]:
         return [
@@ -100,7 +100,7 @@ def infer_sizes(
 
 
 def _summary(
-    grid: Grid, paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]], is_complete: bool
+    grid: ConsideredSizes, paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]], is_complete: bool
 ) -> AcceptedSizes:
     import sympy
 
