@@ -177,7 +177,7 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
     import sympy
 
     # A symbol has only as many values as its bucket.
-    difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"])
+    difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"], dummify=True)
     return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))
 
 

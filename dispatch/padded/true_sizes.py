@@ -24,7 +24,8 @@ HostSize = int | tuple[int, ...]
 @cache
 def rows_symbol() -> sympy.Symbol:
     """Return the symbol for the size of a ragged batch, whose rows are all valid and may differ in length."""
-    return size_symbol("rows")
+    # A Dim's name is an identifier, so no Dim has this one; unlike a Dummy it is equal to itself in another process.
+    return size_symbol("(rows)")
 
 
 class SizeKey(NamedTuple):

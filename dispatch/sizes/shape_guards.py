@@ -10,15 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 
 import sympy
+import torch
 from torch import nn
 from torch.func import functional_call
 
 from subtensors.dispatch.sizes.expressions import size_symbol
-from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
+from subtensors.dispatch.sizes.symbolic_sizes import ConcreteSizes, SymbolicSizes, is_undecided_without_values
 
 
 @dataclass(frozen=True)
@@ -27,21 +31,27 @@ class ProgramPath:
 
     Args:
         conditions: in the symbols of `size_symbol`; all hold for the sizes that take it.
-        refusal: the error at its end; None where the program returns.
+        refusal: the error at its end, or what it waits for; None where the program returns.
+        is_decided: whether sizes alone decide how the path ends.
     """
 
     conditions: tuple[sympy.Basic, ...]
     refusal: str | None
+    is_decided: bool = True
 
 
-def trace_path(
-    program: Callable[..., object], arguments: Callable[[SymbolicSizes], Sequence[object]], sizes: Mapping[str, int]
-) -> ProgramPath:
+Arguments = Callable[[ConcreteSizes], Sequence[object]]
+
+
+def trace_path(program: Callable[..., object], arguments: Arguments, sizes: Mapping[str, int]) -> ProgramPath:
     """Return the path that these sizes take through a program.
+
+    A refusal is confirmed by a run without symbols: what torch refuses only on symbols is none of the program's, and
+    the path is then that of these sizes alone.
 
     Args:
         program: the program. Its arguments are fake tensors, and so are the parameters and buffers of a module.
-        arguments: makes its arguments from the symbolic sizes, within their mode.
+        arguments: makes its arguments from the sizes, within their mode.
         sizes: a value for each name.
 
     Example:
@@ -49,29 +59,81 @@ def trace_path(
         >>> def halves(x):
         ...     return x.view(2, -1)
         >>> trace_path(halves, lambda s: [torch.empty(s.numbers["n"])], {"n": 7})
-        ProgramPath(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid ... of size n")
+        ProgramPath(conditions=(Ne(Mod(n, 2), 0),), refusal="RuntimeError: shape '[2, -1]' is invalid ...", ...)
     """
-    symbolic = SymbolicSizes(dict(sizes))
+    path = _symbolic_path(program, arguments, sizes)
+    if path is not None:
+        return path
+    error = _error_of(program, arguments, ConcreteSizes(sizes))
+    alone = tuple(sympy.Eq(size_symbol(name), size) for name, size in sizes.items())
+    return ProgramPath(alone, None if error is None else _message(error))
+
+
+def _symbolic_path(
+    program: Callable[..., object], arguments: Arguments, sizes: Mapping[str, int]
+) -> ProgramPath | None:
+    """Return the path of symbolic sizes; None where they end otherwise than the same sizes as numbers do."""
+    symbolic = SymbolicSizes(sizes)
+    error = _error_of(program, arguments, symbolic)
     names = {symbol: size_symbol(name) for symbol, name in symbolic.symbols.items()}
-    refusal = None
-    with _without_logs(), symbolic.mode:
-        given = arguments(symbolic)
+    # Those met while making the arguments count: torch goes on with what it has learned there, such as `Eq(n, 0)`.
+    found = [guard.xreplace(names) for guard in symbolic.guards]
+    conditions = tuple(c for c in dict.fromkeys(found) if c != sympy.true)
+    if error is None:
+        waits = "the program's checks depend on values" if symbolic.waits_for_values else None
+        return ProgramPath(conditions, waits, is_decided=waits is None)
+    confirmed = _error_of(program, arguments, ConcreteSizes(sizes))
+    if confirmed is not None and is_undecided_without_values(confirmed):
+        return ProgramPath(conditions, _message(confirmed), is_decided=False)
+    is_same = confirmed is not None and (type(confirmed), _places(confirmed)) == (type(error), _places(error))
+    if not is_same or _is_raised_by_arithmetic(error):
+        return None
+    refusal = _message(error)
+    for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
+        refusal = refusal.replace(str(symbol), str(name))
+    return ProgramPath(conditions, refusal)
+
+
+def _error_of(program: Callable[..., object], arguments: Arguments, sizes: ConcreteSizes) -> Exception | None:
+    """Run a program on tensors without values, and return what it raises."""
+    with _without_logs(), sizes.mode():
+        given = arguments(sizes)
         state = {}
         if isinstance(program, nn.Module):
             # A module that counts in a buffer, as batch norm does, would change the caller's.
             tensors = itertools.chain(program.named_parameters(), program.named_buffers())
-            state = {name: symbolic.fake(tensor) for name, tensor in tensors}
-        # Conditions met while making the arguments are none of the program's.
-        before = len(symbolic.guards)
+            state = {name: sizes.fake(tensor) for name, tensor in tensors}
         try:
             functional_call(program, state, tuple(given)) if isinstance(program, nn.Module) else program(*given)
         except Exception as error:  # whatever the program raises at sizes that it does not accept
-            refusal = f"{type(error).__name__}: {error}".splitlines()[0]
-            for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
-                refusal = refusal.replace(str(symbol), str(name))
-        found = symbolic.guards[before:]
-    conditions = [symbolic.plain(guard.xreplace(names)) for guard in found]
-    return ProgramPath(tuple(c for c in dict.fromkeys(conditions) if c != sympy.true), refusal)
+            return error
+    return None
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _places(error: Exception) -> list[tuple[CodeType, int]]:
+    """Return where in the program an error was raised: its frames up to torch's own, each with an instruction."""
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not code.co_filename.startswith(_TORCH) or code.co_filename.startswith(_TORCH_NN):
+            frames.append((code, step.tb_lasti))
+        step = step.tb_next
+    return frames
+
+
+def _is_raised_by_arithmetic(error: Exception) -> bool:
+    """Return whether arithmetic of symbols raised an error, as `1 // n` does: it records no condition for that."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(("torch.fx.experimental.", "torch.utils._sympy.", "sympy."))
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_TORCH_NN = str(Path(nn.__file__).parent)
 
 
 @contextlib.contextmanager

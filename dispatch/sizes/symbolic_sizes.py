@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import sympy
 import torch
@@ -10,7 +11,36 @@ import torch
 from subtensors.dispatch.torch_internals.requires import requires
 
 
-class SymbolicSizes:
+class ConcreteSizes:
+    """Sizes that are plain numbers, for tensors without values.
+
+    Args:
+        sizes: a value for each name.
+    """
+
+    @requires("torch._dispatch.python.enable_python_dispatcher", "torch._subclasses.fake_tensor.FakeTensorMode")
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.numbers: dict[str, torch.SymInt | int] = dict(sizes)
+        """The sizes to make tensors with, by name."""
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """Make every tensor one without values."""
+        from torch._dispatch.python import enable_python_dispatcher
+
+        # Without it C++ would unfold composite functions, where some take no symbols and others settle on one size.
+        with self._mode, enable_python_dispatcher():
+            yield
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without values, of the same fixed sizes."""
+        return self._mode.from_tensor(tensor, static_shapes=True)
+
+
+class SymbolicSizes(ConcreteSizes):
     """Sizes that a program sees as numbers, while every branch on them is recorded.
 
     Tensors made of them within `mode` are fake, without values; zero and one are sizes like any other.
@@ -23,61 +53,65 @@ class SymbolicSizes:
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
     )
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__({})
         from torch._dynamo.source import ConstantSource
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self._env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-        self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self.symbols: dict[sympy.Symbol, str] = {}
         """The names of the sizes, by their symbols in `guards`."""
-        self.numbers: dict[str, torch.SymInt] = {}
-        """The sizes to make tensors with, by name."""
         for name, size in sizes.items():
             source = ConstantSource(name)
             symbol = self._env.create_symbol(
                 size, source, DimDynamic.DYNAMIC, None, positive=None, do_not_specialize_zero_one=True
             )
-            number = self._env.create_symintnode(symbol, hint=size, source=source)
-            assert isinstance(number, torch.SymInt)
-            self.symbols[symbol], self.numbers[name] = name, number
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without values, of the same fixed sizes."""
-        return self.mode.from_tensor(tensor, static_shapes=True)
+            self.symbols[symbol] = name
+            self.numbers[name] = self._env.create_symintnode(symbol, hint=size, source=source)
 
     @property
     def guards(self) -> list[sympy.Basic]:
         """The branches so far, each as the condition that held."""
         return [guard.expr for guard in self._env.guards]
 
+    @property
+    def waits_for_values(self) -> bool:
+        """Return whether a check was put off, since it depends on a tensor's values."""
+        return any(self._env.deferred_runtime_asserts.values())
+
     @staticmethod
     @requires("torch.utils._sympy.functions")
     def plain(condition: sympy.Basic) -> sympy.Basic:
-        """Return the condition with sympy's functions in place of torch's own."""
+        """Return the condition with sympy's functions of integers in place of torch's own.
+
+        Torch's functions of floats stay: they round as Python does, and sympy's don't round.
+        """
         from torch.utils._sympy import functions
 
         def floor_div(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
             return sympy.floor(a / b)
 
+        def step(name: str, rounded: Callable[[sympy.Expr], sympy.Expr]) -> Callable[..., sympy.Basic]:
+            # A quotient of two ints below 2 ** 52 never rounds to an integer that it is not.
+            def rewrite(a: sympy.Expr) -> sympy.Basic:
+                is_quotient = isinstance(a, functions.IntTrueDiv)
+                return rounded(a.args[0] / a.args[1]) if is_quotient else getattr(functions, name)(a)
+
+            return rewrite
+
         rules: dict[str, Callable[..., sympy.Basic]] = {
             "FloorDiv": floor_div,
-            "CleanDiv": lambda a, b: a / b,
-            "CeilDiv": lambda a, b: sympy.ceiling(a / b),
+            "CleanDiv": floor_div,
             "Mod": sympy.Mod,
             "PythonMod": sympy.Mod,
             "ModularIndexing": lambda a, b, c: sympy.Mod(floor_div(a, b), c),
             "Min": sympy.Min,
             "Max": sympy.Max,
-            "PowByNatural": sympy.Pow,
-            "IntTrueDiv": lambda a, b: a / b,
-            "FloatTrueDiv": lambda a, b: a / b,
-            "ToFloat": lambda a: a,
             "Identity": lambda a: a,
-            "TruncToInt": sympy.floor,
-            "FloorToInt": sympy.floor,
-            "CeilToInt": sympy.ceiling,
+            "FloorToInt": step("FloorToInt", sympy.floor),
+            "CeilToInt": step("CeilToInt", sympy.ceiling),
         }
 
         def rewritten(node: sympy.Basic) -> sympy.Basic:
@@ -88,3 +122,23 @@ class SymbolicSizes:
             return rule(*arguments) if rule else node.func(*arguments)
 
         return rewritten(condition)
+
+
+@requires(
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+    "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+)
+def is_undecided_without_values(error: BaseException) -> bool:
+    """Return whether a program ended since its tensors have no values, rather than by its own refusal."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+        GuardOnDataDependentSymNode,
+    )
+    return isinstance(error, kinds)

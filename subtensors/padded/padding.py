@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -52,7 +52,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         >>> st.pad(torch.ones(2, 77), {1: seq})
         PaddedTensor([2, 128], true shape (2, 77), padded on {1: seq}, float32 cpu)
         >>> st.pad([torch.ones(3), torch.ones(5)], {0: st.Dim("n", max=8, buckets=4)})
-        PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: rows, 1: n}, float32 cpu)
+        PaddedTensor([2, 8], true shape (2, (3, 5)), padded on {0: (rows), 1: n}, float32 cpu)
     """
     if is_transforming():
         raise RuleError(
@@ -63,10 +63,13 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if isinstance(t, PaddedTensor):
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
+        if t.is_nested:
+            raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
         return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
-    rows = list(t)
+    rows = list(t) if isinstance(t, Iterable) else []
     if not rows or not all(isinstance(row, Tensor) for row in rows):
-        raise TypeError("pad takes a tensor or a list of at least one tensor")
+        what = "an empty list" if isinstance(t, Sequence) and not t else type(t).__name__
+        raise TypeError(f"pad takes a tensor or a list of at least one tensor, got {what}")
     return wrap_padded(_pad_rows(rows, _named_dims(dims, rows[0].dim()), value))
 
 

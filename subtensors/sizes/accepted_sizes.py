@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import sympy
 
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.sizes.grid_evaluation import NotEvaluated, SizeGrid
+from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
 from subtensors.sizes.bucket_policies import BucketPolicy, Sizes, bucket_policy
 from subtensors.sizes.dims import Dim
 
-Integers: TypeAlias = "np.ndarray | np.int64"
+logger = logging.getLogger("subtensors.sizes")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class SizeClass:
         sizes: the set of them: of integers for one Dim, of tuples for several.
         example: the first of them, one size per name.
         refusal: the error that the program ends with; None where it accepts them.
+        is_decided: whether sizes alone decide that. Where the program depends on a tensor's values, they don't; its
+            sizes are then not counted as accepted, and `refusal` says what it needs.
     """
 
     condition: sympy.Basic
     sizes: sympy.Set
     example: dict[str, int]
     refusal: str | None
+    is_decided: bool = True
 
     @property
     def is_accepted(self) -> bool:
@@ -51,8 +55,9 @@ class AcceptedSizes:
         classes: the paths through the program, by their examples.
         condition: the condition that the accepted sizes meet, within the range of their Dims.
         sizes: the set of accepted sizes: of integers for one Dim, of tuples for several.
-        is_complete: whether every size in range belongs to a class; a program that branches on each size has more
-            classes than are searched for.
+        is_complete: whether it is decided of every size in range; else there may be more accepted ones. A program
+            that branches on each size has more classes than are searched for, one that branches on values has classes
+            that sizes don't decide, and several Dims can have more combinations than are looked at.
     """
 
     dims: tuple[Dim, ...]
@@ -64,7 +69,13 @@ class AcceptedSizes:
     _accepted: np.ndarray
 
     def __contains__(self, size: int | tuple[int, ...]) -> bool:
-        return bool(self.sizes.contains(sympy.Tuple(*size) if isinstance(size, tuple) else size))
+        """Return whether the program is known to accept a size, or one for each Dim."""
+        sizes = size if isinstance(size, tuple) else (size,)
+        if len(sizes) != len(self.dims):
+            raise SizeError(f"{len(sizes)} sizes were asked for, and there are {len(self.dims)} Dims")
+        index = tuple(int(np.searchsorted(axis, each)) for axis, each in zip(self._axes, sizes, strict=True))
+        found = all(i < len(axis) and axis[i] == n for i, axis, n in zip(index, self._axes, sizes, strict=True))
+        return found and bool(self._accepted[index])
 
     def of(self, name: str) -> list[int]:
         """The sizes of one dimension that are accepted together with some sizes of the others.
@@ -143,82 +154,86 @@ def integer_set(values: Sequence[int]) -> sympy.Set:
     return sympy.Union(*parts, evaluate=False) if len(parts) > 1 else parts[0] if parts else sympy.S.EmptySet
 
 
-def size_set(dims: Sequence[Dim], axes: Sequence[np.ndarray], condition: sympy.Basic, mask: np.ndarray) -> sympy.Set:
-    """Return the sizes of a mask over a grid: by value for one dimension, by condition for several."""
-    if not mask.any():
-        return sympy.S.EmptySet
-    if len(dims) == 1:
-        return integer_set([int(size) for size in axes[0][mask]])
-    ranges = [sympy.Range(int(axis[0]), int(axis[-1]) + 1) for axis in axes]
-    return sympy.ConditionSet(sympy.Tuple(*(dim.symbol for dim in dims)), condition, sympy.ProductSet(*ranges))
+@dataclass(frozen=True)
+class ConsideredSizes:
+    """The combinations of sizes that are considered.
+
+    Args:
+        dims: the dimensions.
+        axes: the sizes of each, increasing.
+    """
+
+    dims: tuple[Dim, ...]
+    axes: tuple[np.ndarray, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of sizes of each dimension."""
+        return tuple(len(axis) for axis in self.axes)
+
+    @functools.cached_property
+    def _points(self) -> SizeGrid:
+        columns = np.meshgrid(*self.axes, indexing="ij")
+        return SizeGrid({dim.symbol: c.ravel() for dim, c in zip(self.dims, columns, strict=True)})
+
+    def where(self, condition: sympy.Basic, is_certain: bool = False) -> np.ndarray:
+        """Return where a condition holds, as a mask over the grid.
+
+        Args:
+            condition: in the symbols of the dims.
+            is_certain: whether to leave out the points where that is doubtful.
+
+        Raises:
+            NotEvaluated: the condition contains an unknown function.
+        """
+        holds, doubtful = self._points.holds(condition)
+        return (holds & ~doubtful if is_certain else holds).reshape(self.shape)
+
+    def where_all(self, conditions: Sequence[sympy.Basic]) -> np.ndarray:
+        """Return where all of a path's conditions certainly hold; nowhere if one of them is beyond evaluation."""
+        found = np.ones(self.shape, dtype=bool)
+        try:
+            for condition in conditions:
+                found &= self.where(condition, is_certain=True)
+        except NotEvaluated as unknown:
+            logger.info("the condition %s is not evaluated; its sizes are tried one by one", unknown)
+            return np.zeros(self.shape, dtype=bool)
+        return found
+
+    def condition(self, candidates: Sequence[sympy.Basic], mask: np.ndarray) -> sympy.Basic:
+        """Return a condition that is met by the points of a mask alone, made of the candidates where they suffice."""
+        found = simplest(candidates, mask, self)
+        if found is not None:
+            return SymbolicSizes.plain(found)
+        if len(self.dims) == 1:
+            return self._set(mask).as_relational(self.dims[0].symbol)
+        points = np.argwhere(mask)
+        symbols = [dim.symbol for dim in self.dims]
+        sizes = [[int(axis[i]) for axis, i in zip(self.axes, point, strict=True)] for point in points]
+        return sympy.Or(*(sympy.And(*map(sympy.Eq, symbols, each)) for each in sizes))
+
+    def size_set(self, condition: sympy.Basic, mask: np.ndarray) -> sympy.Set:
+        """Return the sizes of a mask: by value for one dimension, by condition for several."""
+        if not mask.any():
+            return sympy.S.EmptySet
+        if len(self.dims) == 1:
+            return self._set(mask)
+        axes = [integer_set([int(size) for size in axis]) for axis in self.axes]
+        return sympy.ConditionSet(sympy.Tuple(*(dim.symbol for dim in self.dims)), condition, sympy.ProductSet(*axes))
+
+    def _set(self, mask: np.ndarray) -> sympy.Set:
+        return integer_set([int(size) for size in self.axes[0][mask]])
 
 
-def evaluate_on_grid(condition: sympy.Basic, dims: Sequence[Dim], axes: Sequence[np.ndarray]) -> np.ndarray:
-    """Evaluate a condition on a grid of sizes, as a boolean mask."""
-    grid = np.meshgrid(*axes, indexing="ij")
-    symbols = [dim.symbol for dim in dims]
-    return np.asarray(_evaluate(condition, symbols, np.stack([g.ravel() for g in grid])), dtype=bool).reshape(
-        grid[0].shape
-    )
-
-
-def _evaluate(condition: sympy.Basic, symbols: Sequence[sympy.Symbol], sizes: np.ndarray) -> np.ndarray:
-    """Evaluate a condition on each column of sizes, (number of symbols, points)."""
-    if isinstance(condition, sympy.And | sympy.Or | sympy.Not):
-        parts = [_evaluate(part, symbols, sizes) for part in condition.args]
-        if isinstance(condition, sympy.Not):
-            return ~parts[0]
-        combine = np.logical_and if isinstance(condition, sympy.And) else np.logical_or
-        return np.asarray(combine.reduce(parts), dtype=bool)
-    if isinstance(condition, sympy.core.relational.Relational):
-        difference, denominator = sympy.fraction(sympy.together(condition.lhs - condition.rhs))
-        # In integers: in floating point floor(14/3 - 2/3) is 3. A division by zero is ignored: the program would have
-        # left this path before it.
-        with contextlib.suppress(KeyError), np.errstate(all="ignore"):
-            if denominator.is_Integer and denominator > 0:
-                value = _evaluate_integers(difference, dict(zip(symbols, sizes, strict=True)))
-                return np.broadcast_to(_COMPARISONS[condition.rel_op](value, 0), sizes.shape[1:])
-    with np.errstate(all="ignore"):
-        found = sympy.lambdify(symbols, condition, "numpy")(*sizes)
-    return np.broadcast_to(np.asarray(found, dtype=bool), sizes.shape[1:])
-
-
-def _evaluate_integers(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, np.ndarray]) -> Integers:
-    """Evaluate an expression of integers; raise KeyError if it contains another function."""
-    if expression.is_Integer:
-        return np.int64(int(expression))
-    if isinstance(expression, sympy.Symbol):
-        return sizes[expression]
-    if isinstance(expression, sympy.floor | sympy.ceiling):
-        above, below = (_evaluate_integers(part, sizes) for part in sympy.fraction(sympy.together(expression.args[0])))
-        return above // below if isinstance(expression, sympy.floor) else -(-above // below)
-    combine = _ARITHMETIC[type(expression)]
-    return functools.reduce(combine, [_evaluate_integers(part, sizes) for part in expression.args])
-
-
-_ARITHMETIC: dict[type, Callable[[Integers, Integers], Integers]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Mod: operator.mod,
-    sympy.Min: np.minimum,
-    sympy.Max: np.maximum,
-}
-
-_COMPARISONS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
-
-def simplest(
-    conditions: Sequence[sympy.Basic], mask: np.ndarray, dims: Sequence[Dim], axes: Sequence[np.ndarray]
-) -> sympy.Basic | None:
+def simplest(conditions: Sequence[sympy.Basic], mask: np.ndarray, grid: ConsideredSizes) -> sympy.Basic | None:
     """Return a small subset of the conditions that is equivalent to the mask; None if all of them together are not."""
-    kept = [(c, where) for c in conditions if not (where := evaluate_on_grid(c, dims, axes)).all()]
+    kept = []
+    for condition in conditions:
+        with contextlib.suppress(NotEvaluated):
+            where = grid.where(condition)
+            # One that cuts off a part of the mask, which a doubtful point may be, is of no use.
+            if not where.all() and where[mask].all():
+                kept.append((condition, where))
 
     def conjunction(chosen: Sequence[tuple[sympy.Basic, np.ndarray]]) -> np.ndarray:
         return np.logical_and.reduce([where for _, where in chosen], axis=0) if chosen else np.ones_like(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,11 +89,14 @@ class Dim:
 
         Raises:
             SizeError: the size is out of range.
+            TypeError: it is no int.
 
         Example:
             >>> Dim("n", max=100, buckets=[10, 50]).bucket(51)
             100
         """
+        if type(size) is not int:
+            size = self._as_int(size)
         if not self.admits(size):
             if self.strict:
                 raise SizeError(self._range_error(size))
@@ -128,6 +132,13 @@ class Dim:
     def admits(self, size: int) -> bool:
         """Return whether a size is within the Dim's range."""
         return size >= self.min and (self.max is None or size <= self.max)
+
+    def _as_int(self, size: int) -> int:
+        """Return a whole number of another type, such as numpy's, as an int."""
+        try:
+            return operator.index(size)
+        except TypeError:
+            raise TypeError(f"a size of {self.name} is an int, got {size!r}") from None
 
     def _range_error(self, size: int) -> str:
         if size < self.min:

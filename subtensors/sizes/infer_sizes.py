@@ -16,8 +16,8 @@ from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
     from subtensors.dispatch.sizes.shape_guards import ProgramPath
-    from subtensors.dispatch.sizes.symbolic_sizes import SymbolicSizes
-    from subtensors.sizes.accepted_sizes import AcceptedSizes
+    from subtensors.dispatch.sizes.symbolic_sizes import ConcreteSizes
+    from subtensors.sizes.accepted_sizes import AcceptedSizes, ConsideredSizes
 
 logger = logging.getLogger("subtensors.sizes")
 
@@ -68,59 +68,57 @@ def infer_sizes(
     Source: the guards are those of `torch.export`; the search is that of Godefroid et al., "DART: directed automated
     random testing", 2005.
     """
-    import sympy
-
     from subtensors.dispatch.sizes.shape_guards import trace_path
-    from subtensors.sizes.accepted_sizes import evaluate_on_grid
+    from subtensors.sizes.accepted_sizes import ConsideredSizes
 
     places = _places(fn, args, dims)
     known = _distinct(places)
-    axes = _axes(known)
+    grid = ConsideredSizes(known, _axes(known))
 
-    def arguments(symbolic: SymbolicSizes) -> list[object]:
+    def arguments(symbolic: ConcreteSizes) -> list[object]:
         return [
             _fake_argument(arg, {d: dim.name for d, dim in place.items()}, symbolic) if isinstance(arg, Tensor) else arg
             for arg, place in zip(args, places, strict=True)
         ]
 
     paths: list[tuple[ProgramPath, np.ndarray, dict[str, int]]] = []
-    unknown = np.ones([len(axis) for axis in axes], dtype=bool)
+    unknown = np.ones(grid.shape, dtype=bool)
     while unknown.any() and len(paths) < MAX_CLASSES:
         point = np.unravel_index(int(np.argmax(unknown)), unknown.shape)
-        sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, axes, point, strict=True)}
+        sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, grid.axes, point, strict=True)}
         path = trace_path(fn, arguments, sizes)
-        where = evaluate_on_grid(sympy.And(*path.conditions), known, axes) & unknown
-        where[point] = True  # also where a condition is beyond plain arithmetic
+        where = grid.where_all(path.conditions) & unknown
+        where[point] = True  # also where a condition is not evaluated, or doubtful
         unknown &= ~where
         paths.append((path, where, sizes))
     if unknown.any():
         logger.info("%d classes of sizes found, and more not searched for", MAX_CLASSES)
-    return _summary(known, axes, paths, is_complete=not unknown.any())
+    is_cut = any(len(axis) <= int(axis[-1] - axis[0]) for axis in grid.axes)
+    if is_cut:
+        logger.info("the Dims have more combinations of sizes than are looked at: %s", ", ".join(map(str, known)))
+    return _summary(grid, paths, is_complete=not (is_cut or unknown.any()))
 
 
 def _summary(
-    known: tuple[Dim, ...], axes: list[np.ndarray], paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]],
-    is_complete: bool,
-) -> AcceptedSizes:  # fmt: skip
+    grid: ConsideredSizes, paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]], is_complete: bool
+) -> AcceptedSizes:
     import sympy
 
-    from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass, evaluate_on_grid, simplest, size_set
+    from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass
 
     classes = []
     for path, where, example in paths:
-        found = simplest(path.conditions, where, known, axes)
-        condition = sympy.And(*path.conditions) if found is None else found
-        classes.append(SizeClass(condition, size_set(known, axes, condition, where), example, path.refusal))
-    accepted = np.logical_or.reduce([w for path, w, _ in paths if path.refusal is None] + [np.zeros_like(paths[0][1])])
-    everywhere = [c for path, _, _ in paths if path.refusal is None for c in path.conditions]
+        condition = grid.condition(path.conditions, where)
+        sizes = grid.size_set(condition, where)
+        classes.append(SizeClass(condition, sizes, example, path.refusal, path.is_decided))
+    accepted = np.logical_or.reduce([w for path, w, _ in paths if path.refusal is None] + [np.zeros(grid.shape, bool)])
+    candidates = [c for path, _, _ in paths if path.refusal is None for c in path.conditions]
     # The accepted sizes do not meet the conditions of the refused ones.
-    everywhere += [sympy.Not(c) for path, _, _ in paths if path.refusal is not None for c in path.conditions]
-    common = [c for c in dict.fromkeys(everywhere) if evaluate_on_grid(c, known, axes)[accepted].all()]
-    condition = simplest(common, accepted, known, axes)
-    if condition is None:
-        condition = sympy.Or(*(c.condition for c in classes if c.is_accepted))
-    sizes = size_set(known, axes, condition, accepted)
-    return AcceptedSizes(known, tuple(classes), condition, sizes, is_complete, tuple(axes), accepted)
+    candidates += [sympy.Not(c) for path, _, _ in paths if path.refusal is not None for c in path.conditions]
+    condition = grid.condition(list(dict.fromkeys(candidates)), accepted)
+    is_complete = is_complete and all(path.is_decided for path, _, _ in paths)
+    sizes = grid.size_set(condition, accepted)
+    return AcceptedSizes(grid.dims, tuple(classes), condition, sizes, is_complete, grid.axes, accepted)
 
 
 def _places(
@@ -161,7 +159,7 @@ def _distinct(places: Sequence[Mapping[int, Dim]]) -> tuple[Dim, ...]:
     return tuple(found.values())
 
 
-def _axes(dims: Sequence[Dim]) -> list[np.ndarray]:
+def _axes(dims: Sequence[Dim]) -> tuple[np.ndarray, ...]:
     """The sizes of each Dim that are considered."""
     max_sizes = int(MAX_POINTS ** (1 / len(dims)))
     axes = []
@@ -169,10 +167,10 @@ def _axes(dims: Sequence[Dim]) -> list[np.ndarray]:
         largest = dim.max if dim.max is not None else max(dim.min, MAX_SIZE)
         axis = np.arange(dim.min, largest + 1)
         axes.append(axis if len(axis) <= max_sizes else np.append(axis[: max_sizes - 1], largest))
-    return axes
+    return tuple(axes)
 
 
-def _fake_argument(tensor: Tensor, names: Mapping[int, str], symbolic: SymbolicSizes) -> Tensor:
+def _fake_argument(tensor: Tensor, names: Mapping[int, str], symbolic: ConcreteSizes) -> Tensor:
     """A tensor without values, contiguous, some of whose sizes are symbols."""
     size = [symbolic.numbers[names[d]] if d in names else n for d, n in enumerate(tensor.shape)]
     return torch.empty(size, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)

@@ -340,3 +340,13 @@ def test_the_debug_mode_reports_a_program_that_divides_by_a_bucket() -> None:
         with pytest.warns(st.PaddedSizeWarning, match=r"arithmetic with 4, the bucket of dim 1 \(true size seq\)"):
             st.bucketed(mean, {"x": {1: SEQ}})(x)
         check(st.bucketed(right, {"x": {1: SEQ}})(x), x.mean(1))
+
+
+def test_dims_of_a_part_that_a_container_does_not_hold_are_refused() -> None:
+    seq = st.Dim("seq", max=16)
+    run = st.bucketed(lambda batch: batch["x"] * 2, {"batch": {"y": {1: seq}}})
+    with pytest.raises(ValueError, match=r"dims name batch\['y'\], and the batch of this call holds 'x'"):
+        run({"x": torch.ones(2, 5)})
+    pairs = st.bucketed(lambda pair: pair[0] * 2, {"pair": [{1: seq}, {1: seq}]})
+    with pytest.raises(ValueError, match=r"dims name pair\[1\]"):
+        pairs([torch.ones(2, 5)])

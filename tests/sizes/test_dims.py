@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -154,3 +155,30 @@ def test_a_non_strict_dim_that_does_not_fit_is_logged_and_not_padded(caplog: pyt
         assert not sizes.bind(seq, 78, "y")
     assert "seq is 78 in y and 77 in x: the latter is not padded" in caplog.text
     assert sizes.sizes == {seq: 77}
+
+
+@pytest.mark.parametrize("name", ["rows", "Max", "floor"])
+def test_a_dim_may_have_any_identifier_as_its_name(name: str) -> None:
+    dim = st.Dim(name, max=16, buckets=8)
+    rows = [torch.randn(3, 4), torch.randn(5, 4)]
+    x = st.pad(rows, {0: dim}, value=float("nan"))
+    for y in (x, pickle.loads(pickle.dumps(x))):
+        found = y.softmax(1).sum(1).unpad()
+        torch.testing.assert_close(found, torch.stack([row.softmax(0).sum(0) for row in rows]))
+
+
+def test_a_size_that_is_no_int_has_no_bucket() -> None:
+    dim = st.Dim("n", max=16, buckets=8)
+    with pytest.raises(TypeError, match=r"a size of n is an int, got 1\.5"):
+        dim.bucket(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_pad_names_what_it_does_not_take() -> None:
+    dim = st.Dim("n", max=16)
+    with pytest.raises(TypeError, match="a list of at least one tensor, got NoneType"):
+        st.pad(None, {0: dim})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a list of at least one tensor, got an empty list"):
+        st.pad([], {0: dim})
+    with pytest.raises(TypeError, match=r"a nested one is for st\.pad_nested"):
+        st.pad(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), {1: dim})

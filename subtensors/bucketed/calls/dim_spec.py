@@ -50,13 +50,19 @@ class ArgumentDims:
                 raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
 
     def of_leaves(self, args: Args, kwargs: Kwargs) -> list[LeafDims]:
-        """Return for each leaf of a call its place in words and its padded dims, in the order of `flatten`."""
+        """Return for each leaf of a call its place in words and its padded dims, in the order of `flatten`.
+
+        Raises:
+            ValueError: the dims of a container name something that it does not hold.
+        """
         found: list[LeafDims] = []
         named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
-            for path in _paths(flatten_argument_objects(x)):
+            paths = _paths(flatten_argument_objects(x))
+            _check_names(given, paths, place)
+            for path in paths:
                 found.append((place + pytree.keystr(path), _dims_at(given, path)))
         return found
 
@@ -108,12 +114,28 @@ def _all_dims(given: PyTree) -> list[Dim]:
     return [dim for part in parts for dim in _all_dims(part)]
 
 
+def _check_names(given: PyTree, paths: Sequence[Sequence[object]], place: str) -> None:
+    """Raise an error if dims name a part that a container with leaves at these paths does not hold."""
+    if given is None or _is_padded_dims(given) or not any(paths):
+        return
+    held = dict.fromkeys(_name_of(path[0]) for path in paths if path)
+    for name, part in given.items() if isinstance(given, Mapping) else enumerate(given):
+        if name not in held and part is not None:
+            holds = ", ".join(map(repr, held))
+            raise ValueError(f"dims name {place}[{name!r}], and the {place} of this call holds {holds}")
+        _check_names(part, [path[1:] for path in paths if path and _name_of(path[0]) == name], f"{place}[{name!r}]")
+
+
+def _name_of(step: object) -> object:
+    return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+
+
 def _dims_at(given: PyTree, path: Sequence[object]) -> Mapping[int, Dim] | None:
     """Return the padded dims of the leaf at a path below an argument."""
     for step in path:
         if given is None or _is_padded_dims(given):
             break
-        name = getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+        name = _name_of(step)
         if isinstance(given, Mapping):
             given = given.get(name)
         else:
