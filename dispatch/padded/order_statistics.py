@@ -115,6 +115,8 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has its own values")
+    if not is_prefix(sequence.dims[0]):
+        raise refuse(call, "the padding of a flattened dim lies between its values")
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():
