@@ -257,6 +257,9 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
             ends = _end(call, x, d)
             check_bounds(x, d, positions, ends)
             dense = in_bucket(call, x, d, counted_from_start(dense, ends, x.shape[d]))
+        elif slot and not at:
+            # The slot moves the end that negative positions count from.
+            dense = counted_from_start(dense, x.shape[d], x.shape[d])
         dense = PaddedValue(dense, positions.dims, positions.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
