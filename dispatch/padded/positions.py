@@ -77,7 +77,7 @@ def in_bucket(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> Tensor
     rank = ranks(call, x, d)
     if rank is None:
         return index
-    found = torch.searchsorted(rank, index.long() + 1)
+    found = torch.searchsorted(rank, (index.long() + 1).contiguous())
     return torch.where((index < 0) | (index >= rank[-1]), x.shape[d] + 1, found)
 
 
