@@ -31,7 +31,7 @@ def index_select(call: PaddedCall) -> PaddedValue:
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
     d = call["dim"] % x.dim()
-    check_bounds(x, d, index, _min_end(x, d))
+    check_bounds(x, d, index, _min_end(call, x, d))
     out = call.dense({"index": _placed(call, x, d, index).filled(0)})
     dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
     return result(out, dims, call.sizes()).gradient_masked()
@@ -45,7 +45,7 @@ def gather(call: PaddedCall) -> PaddedValue:
         raise refuse(call, "it gathers from a single number")
     d = call["dim"] % x.dim()
     index = _aligned(call, index, x, d)
-    check_bounds(x, d, index)
+    check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(call, x, d))
     out = call.dense({"index": _placed(call, x, d, index).filled(0)})
     return result(out, index.dims, call.sizes()).gradient_masked()
 
@@ -69,7 +69,7 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
     if _has_one_size(x, d) or not is_prefix(x.dims[d]):
         # Unlike gather, take_along_dim counts negative positions from the end.
         found = widened[1]
-        end = _last(call, x, d).to(found.dense.device)
+        end = _last(call, x, d)
         widened[1] = found.like(torch.where(found.dense < 0, found.dense + end, found.dense))
     return apply(aten.gather.default, widened[0], d, widened[1])
 
@@ -85,7 +85,7 @@ def index(call: PaddedCall) -> PaddedValue:
     if len(by_dim) == 1:
         ((d, positions),) = by_dim.items()
         if positions.dim() == 1 and _differs_by_row(x, d):
-            return _index_each_row(x, d, positions)
+            return _index_each_row(call, x, d, positions)
     indices, at = _integer_indices(call, x)
     out = call.dense({"indices": indices})
     return result(out, _picked_dims(call, x, at)[0], call.sizes()).gradient_masked()
@@ -130,7 +130,7 @@ def scatter(call: PaddedCall) -> PaddedValue:
     if isinstance(source, PaddedValue):
         index = _aligned(call, index, source)
     placed = _aligned(call, index, x, d)
-    check_bounds(x, d, placed)
+    check_bounds(x, d, placed, None if is_prefix(x.dims[d]) else _last(call, x, d))
     filled = _placed(call, x, d, placed).filled(x.shape[d])
     changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
     if isinstance(source, PaddedValue):
@@ -153,12 +153,12 @@ def index_write(call: PaddedCall) -> PaddedValue:
             if e != d:
                 broadcast_dim([x.dims[e], source.dims[e]], call.sizes())
     placed = PaddedValue(index.dense, (factors,) if index.dim() else (), call.sizes())
-    check_bounds(x, d, placed, _min_end(x, d))
+    check_bounds(x, d, placed, _min_end(call, x, d))
     if call.op.overloadpacket is aten.index_fill:
         # Unlike the others, index_fill counts negative positions from the end.
         if _differs_by_row(x, d):
             return _fill_each_row(call, x, d, placed.filled(x.shape[d]))
-        placed = placed.like(counted_from_start(placed.dense, _last(call, x, d).to(index.dense.device), x.shape[d]))
+        placed = placed.like(counted_from_start(placed.dense, _last(call, x, d), x.shape[d]))
     filled = _placed(call, x, d, placed).filled(x.shape[d])
     changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
     if isinstance(source, PaddedValue):
@@ -191,7 +191,7 @@ def take(call: PaddedCall) -> PaddedValue:
     """Read elements of the flattened tensor."""
     index: PaddedValue = call["index"]
     x = flattened(call["self"])
-    positions = counted_from_start(index.dense, _last(call, x, 0).to(index.dense.device), x.shape[0])
+    positions = counted_from_start(index.dense, _last(call, x, 0), x.shape[0])
     check_bounds(x, 0, index.like(positions), _last(call, x, 0))
     out = call.dense({"self": x.dense, "index": _placed(call, x, 0, index.like(positions)).filled(0)})
     return result(out, index.dims, call.sizes()).gradient_masked()
@@ -268,7 +268,7 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
     return found, at
 
 
-def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
+def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
     """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
     if _has_one_size(x, d) or not is_prefix(x.dims[d]):
         return _last(call, x, d)
@@ -279,27 +279,28 @@ def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
     raise refuse(call, "negative positions of a ragged dim count from different ends")
 
 
-def _last(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
-    """Return the number of valid positions of a dim, the same for all rows."""
+def _last(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
+    """Return the number of valid positions of a dim, of each row if only the rows of a ragged batch differ in it."""
     rank = ranks(call, x, d)
-    return torch.as_tensor(x.size(d)) if rank is None else rank[-1]
+    return x.size(d) if rank is None else rank[-1]
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
     return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
 
 
-def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
+def _index_each_row(call: PaddedCall, x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     """Read the same positions of each row of a ragged batch; negative ones count from the row's end."""
-    check_bounds(x, d, index, _min_end(x, d))
+    check_bounds(x, d, index, _min_end(call, x, d))
     positions = index.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
     return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), index.dims[0])
 
 
-def _min_end(x: PaddedValue, d: int) -> Tensor:
+def _min_end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim; for a ragged dim, that of its shortest row."""
-    return torch.as_tensor(x.size(d)).min()
+    end = _last(call, x, d)
+    return end.min() if isinstance(end, Tensor) and end.dim() else end
 
 
 def _has_one_size(x: PaddedValue, d: int) -> bool:
