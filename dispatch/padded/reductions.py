@@ -242,6 +242,8 @@ def require_elements(
 ) -> None:
     """Raise what torch raises for a reduction without an identity over no elements, where the host knows the sizes.
 
+    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
+
     Args:
         call: the call.
         x: the value.
@@ -249,7 +251,7 @@ def require_elements(
         kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
     """
     for d in reduced:
-        if 0 in known_sizes(x, d):
+        if set(known_sizes(x, d)) == {0}:
             names = call.get("dim") not in (None, [])
             raise (kind or (IndexError if names else RuntimeError))(
                 f"{call.op.overloadpacket.__name__}(): Expected reduction dim {d} to have non-zero size."
