@@ -1,4 +1,4 @@
-"""Reductions and statistics over a true size of zero: what torch does of no elements."""
+"""True sizes of zero and below: what torch does of no elements, and which sizes can be at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.padded.torch_function import fallbacks
 
 SEQ = st.Dim("seq", max=16, buckets=[8, 16])
 
@@ -59,3 +60,19 @@ def test_a_single_value_has_no_variance_to_keep(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match="more than 1"):
         layer(st.pad(torch.ones(1, 4, 1), {2: SEQ}))
     assert layer.running_var.tolist() == [1] * 4
+
+
+def test_sizes_that_differ_only_where_one_would_be_negative_are_the_same() -> None:
+    # An even convolution adds a position that the caller cuts off: Max(0, size of x + 1 - 1).
+    weight = torch.ones(3, 3, 4)
+
+    def program(x: Tensor) -> Tensor:
+        x = nn.functional.conv1d(x, weight[..., :3], stride=2)
+        return x + nn.functional.conv1d(x, weight, padding=2)[..., :-1]
+
+    plain = torch.arange(33.0).view(1, 3, 11)
+    before = fallbacks["add"]
+    got = program(st.pad(plain, {2: SEQ}))
+    assert isinstance(got, st.PaddedTensor)
+    torch.testing.assert_close(got.unpad(), program(plain))
+    assert fallbacks["add"] == before
