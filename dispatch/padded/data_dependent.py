@@ -14,6 +14,7 @@ from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, same_factors
+from subtensors.dispatch.padded.positions import in_valid
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -24,22 +25,23 @@ aten = torch.ops.aten
 def nonzero(call: PaddedCall) -> PyTree:
     """The positions of nonzero elements; padding counts as zero."""
     require_values(call)
-    out = _positions(call)
-    return [unpadded_value(t) for t in out] if isinstance(out, (list, tuple)) else unpadded_value(out)
+    name = "condition" if "condition" in call else "self"
+    x: PaddedValue = call[name]
+    out = call.dense({name: x.filled(0)})
+    each = out.unbind(1) if isinstance(out, Tensor) else out
+    positions = [in_valid(call, x, d, found) for d, found in enumerate(each)]
+    if not isinstance(out, Tensor):
+        return [unpadded_value(found) for found in positions]
+    return unpadded_value(torch.stack(positions, 1) if positions else out)
 
 
 @table.register(aten.nonzero_static)
 def nonzero_static(call: PaddedCall) -> PaddedValue:
     """The positions of nonzero elements, as many as the caller asks for."""
-    return unpadded_value(_positions(call))
-
-
-def _positions(call: PaddedCall) -> PyTree:
-    name = "condition" if "condition" in call else "self"
-    x: PaddedValue = call[name]
+    x: PaddedValue = call["self"]
     if not all(map(is_prefix, x.dims)):
-        raise refuse(call, "a position in a flattened dim counts its padding")
-    return call.dense({name: x.filled(0)})
+        raise refuse(call, "its fill value is no position of a flattened dim")
+    return unpadded_value(call.dense({"self": x.filled(0)}))
 
 
 @table.register(aten.masked_select)

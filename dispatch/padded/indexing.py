@@ -3,14 +3,12 @@
 The padding of an index reads position 0, and what it reads is padding of the result. It must not write to a valid
 position, so for a write the tensor gets one more position along the dim, which takes these writes and is cut off.
 
-An index is data: one that names positions beyond the true size reads padding, and no look at shapes can tell. A debug
-mode checks positions, which waits for the device.
+An index counts valid positions, also of a dim in which they lie scattered (`positions.py`). It is data: one that names
+positions beyond the true size reads padding, and no look at shapes can tell. A debug mode checks positions, which waits
+for the device.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,8 +18,8 @@ from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, ta
 from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe, pointwise
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
-from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.dispatch.padded.positions import check_bounds, counted_from_start, flattened, in_bucket, ranks
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, is_prefix, static_dims
 
 aten = torch.ops.aten
 
@@ -33,8 +31,8 @@ def index_select(call: PaddedCall) -> PaddedValue:
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
     d = call["dim"] % x.dim()
-    check_bounds(x, d, index, _min_end(x, d))
-    out = call.dense({"index": index.filled(0)})
+    check_bounds(x, d, index, _min_end(call, x, d))
+    out = call.dense({"index": _placed(call, x, d, index).filled(0)})
     dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
     return result(out, dims, call.sizes()).gradient_masked()
 
@@ -46,19 +44,21 @@ def gather(call: PaddedCall) -> PaddedValue:
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it gathers from a single number")
     d = call["dim"] % x.dim()
-    dims = _index_dims(call, x, index, d)
-    index = PaddedValue(index.dense, dims, call.sizes())
-    check_bounds(x, d, index)
-    return result(call.dense({"index": index.filled(0)}), dims, call.sizes()).gradient_masked()
+    index = _aligned(call, index, x, d)
+    check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(call, x, d))
+    out = call.dense({"index": _placed(call, x, d, index).filled(0)})
+    return result(out, index.dims, call.sizes()).gradient_masked()
 
 
 @table.register(aten.take_along_dim)
 def take_along_dim(call: PaddedCall) -> PaddedValue:
     """Read an element for each position of an index that broadcasts."""
     x, index = call["self"], call["indices"]
-    if call["dim"] is None or x.dim() != index.dim():
-        raise refuse(call, "without a dim it takes from the flattened tensor")
-    d = call["dim"] % x.dim()
+    if call["dim"] is None:
+        x, index = flattened(x), flattened(index)
+    if x.dim() != index.dim():
+        raise refuse(call, "its index has another number of dims")
+    d = (call["dim"] or 0) % x.dim()
     rest = [PaddedValue(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
     dims, sizes = broadcast(rest)
     widened = []
@@ -66,11 +66,11 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
         own = [*dims[:d], t.dims[d], *dims[d + 1 :]]
         shape = list(map(bucket_of, own))
         widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
-    if _has_one_size(x, d):
+    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
         # Unlike gather, take_along_dim counts negative positions from the end.
         found = widened[1]
-        size = torch.as_tensor(x.size(d), device=found.dense.device)
-        widened[1] = found.like(torch.where(found.dense < 0, found.dense + size, found.dense))
+        end = _last(call, x, d)
+        widened[1] = found.like(torch.where(found.dense < 0, found.dense + end, found.dense))
     return apply(aten.gather.default, widened[0], d, widened[1])
 
 
@@ -85,15 +85,10 @@ def index(call: PaddedCall) -> PaddedValue:
     if len(by_dim) == 1:
         ((d, positions),) = by_dim.items()
         if positions.dim() == 1 and _differs_by_row(x, d):
-            return _index_each_row(x, d, positions)
+            return _index_each_row(call, x, d, positions)
     indices, at = _integer_indices(call, x)
     out = call.dense({"indices": indices})
-    picked, _ = broadcast([*by_dim.values()])
-    rest = [x.dims[d] for d in range(x.dim()) if d not in at]
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    before = at[0] if adjacent else 0
-    dims = [*rest[:before], *picked, *rest[before:]]
-    return result(out, dims, call.sizes()).gradient_masked()
+    return result(out, _picked_dims(call, x, at)[0], call.sizes()).gradient_masked()
 
 
 @table.register(aten.index_put, aten._unsafe_index_put)
@@ -118,6 +113,7 @@ def index_put(call: PaddedCall) -> PaddedValue:
     if any(i.dense.dtype == torch.bool for i in only):
         raise refuse(call, "how many positions a mask names depends on its values")
     indices, at = _integer_indices(call, x, slot=True)
+    _check_values(call, x, at, values)
     widened_x = _with_extra_slot(x, at[0])
     out = call.dense({"self": widened_x, "indices": indices, "values": values.filled(0)})
     return _without_slot(out, x, at[0], call)
@@ -130,19 +126,13 @@ def scatter(call: PaddedCall) -> PaddedValue:
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it scatters into a single number")
     d = call["dim"] % x.dim()
-    sizes = call.sizes()
-    dims = [*index.dims]
     source = call.get("src")
     if isinstance(source, PaddedValue):
-        for e in range(len(dims)):
-            if is_padded(source.dims[e]) and source.shape[e] == index.shape[e]:
-                dims[e] = broadcast_dim([dims[e], source.dims[e]], sizes)
-    for e in range(len(dims)):
-        if e != d and is_padded(x.dims[e]) and x.shape[e] == index.shape[e]:
-            dims[e] = broadcast_dim([dims[e], x.dims[e]], sizes)
-    placed = PaddedValue(index.dense, tuple(dims), sizes)
-    check_bounds(x, d, placed)
-    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": placed.filled(x.shape[d])}
+        index = _aligned(call, index, source)
+    placed = _aligned(call, index, x, d)
+    check_bounds(x, d, placed, None if is_prefix(x.dims[d]) else _last(call, x, d))
+    filled = _placed(call, x, d, placed).filled(x.shape[d])
+    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
     if isinstance(source, PaddedValue):
         changed["src"] = source.filled(0)
     return _without_slot(call.dense(changed), x, d, call)
@@ -163,13 +153,13 @@ def index_write(call: PaddedCall) -> PaddedValue:
             if e != d:
                 broadcast_dim([x.dims[e], source.dims[e]], call.sizes())
     placed = PaddedValue(index.dense, (factors,) if index.dim() else (), call.sizes())
-    check_bounds(x, d, placed, _min_end(x, d))
-    filled = placed.filled(x.shape[d])
+    check_bounds(x, d, placed, _min_end(call, x, d))
     if call.op.overloadpacket is aten.index_fill:
         # Unlike the others, index_fill counts negative positions from the end.
-        if not _has_one_size(x, d):
-            return _fill_each_row(call, x, d, filled)
-        filled = torch.where(filled < 0, filled + torch.as_tensor(x.size(d), device=filled.device), filled)
+        if _differs_by_row(x, d):
+            return _fill_each_row(call, x, d, placed.filled(x.shape[d]))
+        placed = placed.like(counted_from_start(placed.dense, _last(call, x, d), x.shape[d]))
+    filled = _placed(call, x, d, placed).filled(x.shape[d])
     changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
     if isinstance(source, PaddedValue):
         changed["source"] = source.filled(0)
@@ -199,19 +189,51 @@ def _fill_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> P
 @table.register(aten.take)
 def take(call: PaddedCall) -> PaddedValue:
     """Read elements of the flattened tensor."""
-    x, index = call["self"], call["index"]
-    if x.padded_dims:
-        raise refuse(call, "positions of the flattened tensor depend on its true size")
-    return result(call.dense({"index": index.filled(0)}), index.dims, index.sizes).gradient_masked()
+    index: PaddedValue = call["index"]
+    x = flattened(call["self"])
+    positions = counted_from_start(index.dense, _last(call, x, 0), x.shape[0])
+    check_bounds(x, 0, index.like(positions), _last(call, x, 0))
+    out = call.dense({"self": x.dense, "index": _placed(call, x, 0, index.like(positions)).filled(0)})
+    return result(out, index.dims, call.sizes()).gradient_masked()
 
 
-def _index_dims(call: PaddedCall, x: PaddedValue, index: PaddedValue, d: int) -> tuple[Factors, ...]:
-    """Return the dims of a result that has the shape of its index; an unpadded index may have the bucket's shape."""
-    dims = []
-    for e in range(index.dim()):
-        same = e != d and index.shape[e] == x.shape[e]
-        dims.append(broadcast_dim([index.dims[e], x.dims[e]], call.sizes()) if same else index.dims[e])
-    return tuple(dims)
+def _aligned(call: PaddedCall, index: PaddedValue, other: PaddedValue, but: int | None = None) -> PaddedValue:
+    """Return an index with the dims it has beside a tensor, whose positions it shares but for those of one dim.
+
+    An unpadded index may have the bucket's shape. One that is shorter than the tensor names its first positions.
+    """
+    dims = [*index.dims]
+    for e in range(min(index.dim(), other.dim())):
+        if e == but or not (is_padded(dims[e]) or is_padded(other.dims[e])):
+            continue
+        if index.shape[e] == other.shape[e]:
+            dims[e] = broadcast_dim([dims[e], other.dims[e]], call.sizes())
+        elif index.shape[e] > other.shape[e] or not (is_prefix(dims[e]) and is_prefix(other.dims[e])):
+            raise refuse(call, f"its index of {index.shape[e]} positions in dim {e} goes with {other.shape[e]} of them")
+    return PaddedValue(index.dense, tuple(dims), call.sizes())
+
+
+def _placed(call: PaddedCall, x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
+    """Return an index with positions in the bucket."""
+    placed = in_bucket(call, x, d, index.dense)
+    return index if placed is index.dense else PaddedValue(placed, index.dims, index.sizes)
+
+
+def _picked_dims(call: PaddedCall, x: PaddedValue, at: list[int]) -> tuple[list[Factors], range]:
+    """Return the dims of `x[indices]`, and which of them are those of the indices."""
+    picked, _ = broadcast([i for i in call["indices"] if i is not None])
+    rest = [x.dims[d] for d in range(x.dim()) if d not in at]
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = at[0] if adjacent else 0
+    return [*rest[:before], *picked, *rest[before:]], range(before, before + len(picked))
+
+
+def _check_values(call: PaddedCall, x: PaddedValue, at: list[int], values: PaddedValue) -> None:
+    """Raise UnsupportedCall for values that are padded where the positions they are written to are not."""
+    dims, named = _picked_dims(call, x, at)
+    both, _ = broadcast([PaddedValue(x.dense, tuple(dims), x.sizes), values])
+    if len(both) != len(dims) or any(is_padded(both[d]) and not is_padded(dims[d]) for d in named):
+        raise refuse(call, "the values are padded in other dims than the positions")
 
 
 def _move_indices(call: PaddedCall) -> None:
@@ -234,7 +256,10 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
         if x.is_padded(d) and not is_rows_dim(x, d):
             ends = _end(call, x, d)
             check_bounds(x, d, positions, ends)
-            dense = torch.where(dense < 0, dense + ends, dense)
+            dense = in_bucket(call, x, d, counted_from_start(dense, ends, x.shape[d]))
+        elif slot and not at:
+            # The slot moves the end that negative positions count from.
+            dense = counted_from_start(dense, x.shape[d], x.shape[d])
         dense = PaddedValue(dense, positions.dims, positions.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
@@ -243,32 +268,39 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
     return found, at
 
 
-def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor:
+def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
     """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
-    if _has_one_size(x, d):
-        return torch.as_tensor(x.size(d))
+    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
+        return _last(call, x, d)
     if len(x.dims[d]) == 1:
         for e, positions in enumerate(call["indices"]):
             if positions is not None and is_rows_dim(x, e):
                 return torch.as_tensor(x.size(d))[positions.filled(0)]
-    raise refuse(call, "negative positions of a ragged or flattened dim count from different ends")
+    raise refuse(call, "negative positions of a ragged dim count from different ends")
+
+
+def _last(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
+    """Return the number of valid positions of a dim, of each row if only the rows of a ragged batch differ in it."""
+    rank = ranks(call, x, d)
+    return x.size(d) if rank is None else rank[-1]
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
     return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
 
 
-def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
+def _index_each_row(call: PaddedCall, x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     """Read the same positions of each row of a ragged batch; negative ones count from the row's end."""
-    check_bounds(x, d, index, _min_end(x, d))
+    check_bounds(x, d, index, _min_end(call, x, d))
     positions = index.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
     return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), index.dims[0])
 
 
-def _min_end(x: PaddedValue, d: int) -> Tensor:
+def _min_end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim; for a ragged dim, that of its shortest row."""
-    return torch.as_tensor(x.size(d)).min()
+    end = _last(call, x, d)
+    return end.min() if isinstance(end, Tensor) and end.dim() else end
 
 
 def _has_one_size(x: PaddedValue, d: int) -> bool:
@@ -335,41 +367,3 @@ def one_hot(call: PaddedCall) -> PaddedValue:
         raise refuse(call, "without num_classes the result's size depends on values")
     out = call.dense({"self": x.filled(0)})
     return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)
-
-
-_watching: list[bool] = []
-
-
-@contextmanager
-def checked_bounds() -> Iterator[None]:
-    """Raise IndexError inside the context for positions beyond the true size."""
-    _watching.append(True)
-    try:
-        yield
-    finally:
-        _watching.pop()
-
-
-def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
-    """Raise IndexError for positions beyond the true size of a dim, in the debug mode and where values are known.
-
-    Args:
-        x: the indexed value.
-        d: the dim.
-        index: the positions.
-        ends: the exclusive bound of each position, broadcastable to the index; by default the true size of the dim, for
-            an index with the dims of `x`.
-    """
-    if not _watching or not x.is_padded(d) or is_traced(index.dense):
-        return
-    if index.dense.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    if ends is None:
-        ends = x.size(d)
-        if isinstance(ends, Tensor) and ends.dim():
-            ends = ends.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
-    positions = index.filled(-1)
-    beyond = positions >= ends
-    if bool(beyond.any()):
-        worst = int(positions[beyond.expand(positions.shape)].max())
-        raise IndexError(f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})")

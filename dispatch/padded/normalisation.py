@@ -17,7 +17,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, result
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, PaddedValue, known_sizes, result
 from subtensors.dispatch.padded.pointwise import same_factors
 from subtensors.dispatch.sizes.dim_factors import Factors, static_dims
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -94,12 +94,26 @@ def batch_norm(call: PaddedCall) -> PaddedValue:
     over = [d for d in range(x.dim()) if d != 1]
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
+        _require_several(x, over)
         count = _count(x, over)
         unbiased = squares * count / (count - 1)  # in the dtype of the squares, not torch's default one
         for running, seen in ((average.dense, mean), (spread.dense, unbiased)):
             with torch.no_grad():
-                running.lerp_(seen.detach().flatten().to(running.dtype), call["momentum"])
+                new = _statistics(seen, running.view(seen.shape), count).flatten()
+                running.lerp_(new.to(running.dtype), call["momentum"])
     return _scaled(x, normal, call["weight"], call["bias"], _channels(x))
+
+
+def _statistics(seen: Tensor, running: Tensor, count: Tensor | int) -> Tensor:
+    """Return statistics to add to the running ones: these themselves where no element was seen."""
+    return seen.detach() if isinstance(count, int) else torch.where(count > 0, seen.detach(), running)
+
+
+def _require_several(x: PaddedValue, over: list[int]) -> None:
+    """Raise what torch raises for a variance of a single value, where the host knows the true sizes."""
+    true = [known_sizes(x, d) if x.is_padded(d) else (x.shape[d],) for d in over]
+    if all(len(sizes) == 1 for sizes in true) and math.prod(size for sizes in true for size in sizes) == 1:
+        raise ValueError("Expected more than 1 value per channel when training: the true sizes leave one")
 
 
 @table.register(aten.instance_norm)
@@ -112,12 +126,14 @@ def instance_norm(call: PaddedCall) -> PaddedValue:
     if not call["use_input_stats"]:
         return _scaled(x, _with_statistics(x, average, spread, call["eps"]), call["weight"], call["bias"], _channels(x))
     over = list(range(2, x.dim()))
+    _require_several(x, over)
     normal, mean, squares = _normalised(call, x, over)
     if average is not None:
         count = _count(x, over)
         for running, seen in ((average.dense, mean), (spread.dense, squares * count / (count - 1))):
             dims = (x.dims[0], *static_dims([x.shape[1]]))
-            samples = PaddedValue(seen.detach().reshape(x.shape[:2]), dims, x.sizes)
+            own = running.view(1, -1, *[1] * len(over))
+            samples = PaddedValue(_statistics(seen, own, count).reshape(x.shape[:2]), dims, x.sizes)
             with torch.no_grad():
                 share = samples.filled(0).sum(0, keepdim=True) / _count(samples, [0])
                 running.lerp_(share[0].to(running.dtype), call["momentum"])

@@ -19,7 +19,7 @@ from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
-from subtensors.dispatch.padded.reductions import max_value, min_value
+from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -71,6 +71,7 @@ def kthvalue(call: PaddedCall) -> PyTree:
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return reduced_result(call.dense(), x, [d], call["keepdim"])
+    require_elements(call, x, [d])
     _require_enough(x, d, call["k"])
     found = [r.dense.narrow(d, call["k"] - 1, 1) for r in sort_valid_first(call, x, d, descending=False)]
     return reduced_result(tuple(f if call["keepdim"] else f.squeeze(d) for f in found), x, [d], call["keepdim"])
@@ -115,6 +116,8 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has its own values")
+    if not is_prefix(sequence.dims[0]):
+        raise refuse(call, "the padding of a flattened dim lies between its values")
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():
@@ -143,6 +146,7 @@ def median(call: PaddedCall) -> PyTree:
         return reduced_result(call.dense(), x, [d], call["keepdim"])
     if x.dense.dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
+    require_elements(call, x, [d])
     rank = _median_rank(call, x, [d])
     return _elements(call, x, d, sort_valid_first(call, x, d, descending=False), rank)
 
@@ -175,6 +179,7 @@ def mode(call: PaddedCall) -> PyTree:
     d = call["dim"] % max(x.dim(), 1)
     if x.dim() == 0 or not x.is_padded(d):
         return reduced_result(call.dense(), x, [d], call["keepdim"])
+    require_elements(call, x, [d])
     ranked = sort_valid_first(call, x, d, descending=False)
     values = ranked[0].dense.detach()
     shape = [1] * x.dim()
@@ -195,6 +200,7 @@ def quantile(call: PaddedCall) -> PaddedValue:
     reduced = list(range(x.dim())) if d is None else [d]
     if not any(x.is_padded(g) for g in reduced):
         return _quantile_result(call.dense(), x, reduced, call["keepdim"], q)
+    require_elements(call, x, reduced, RuntimeError)
     count, nans = _counts(x, reduced)
     if d is None:
         values, count, nans = (

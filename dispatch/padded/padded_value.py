@@ -8,10 +8,11 @@ gradient) masks the gradient of its result.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol, valid_positions
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol, valid_positions
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
     Factors,
@@ -31,6 +32,9 @@ from subtensors.dispatch.sizes.dim_factors import (
     static_dims,
 )
 from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
+
+if TYPE_CHECKING:
+    import sympy
 
 Number = int | float | bool
 
@@ -317,6 +321,28 @@ def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
         return None
     rows = range(sizes.rows or 1) if sizes.is_ragged(size) else [0]
     return [size_on_host(size, sizes.assignment(row)) for row in rows]
+
+
+def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
+    """Return the true size of a dim, one for each row of a ragged batch; none where the host doesn't know any.
+
+    Unlike `host_sizes` this is cached, and takes flattened dims; a dim without padding has none.
+    """
+    sizes = value.sizes
+    if not value.is_padded(dim) or sizes is None or not sizes.known_on_host:
+        return ()
+    return _evaluated(size_of(value.dims[dim]), sizes.symbols, sizes.host(), sizes.rows)
+
+
+@functools.lru_cache(4096)
+def _evaluated(
+    size: Size, symbols: tuple[sympy.Symbol, ...], host: tuple[HostSize, ...], rows: int | None
+) -> tuple[int, ...]:
+    found = []
+    for row in range(rows or 1):
+        assigned = {s: n if isinstance(n, int) else n[row] for s, n in zip(symbols, host, strict=True)}
+        found.append(max(int(size.xreplace({**assigned, rows_symbol(): rows or 1})), 0))
+    return tuple(found)
 
 
 def _same_number(a: Fill, b: Number) -> bool:

@@ -176,9 +176,11 @@ def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], 
         return False
     import sympy
 
-    # A symbol has only as many values as its bucket.
-    difference = sympy.lambdify(free, a - b, modules=[{"Max": max, "Min": min}, "math"], dummify=True)
-    return all(difference(n) == 0 for n in range(buckets[symbols.index(free[0])] + 1))
+    # A symbol has only as many values as its bucket. Those that make a size negative are errors without padding.
+    both = sympy.lambdify(free, (a, b), modules=[{"Max": max, "Min": min}, "math"], dummify=True)
+    values = [both(n) for n in range(buckets[symbols.index(free[0])] + 1)]
+    possible = [m == n for m, n in values if m >= 0 and n >= 0]
+    return bool(possible) and all(possible)
 
 
 def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:

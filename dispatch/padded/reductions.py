@@ -18,7 +18,7 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, reduced_result
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, known_sizes, reduced_result
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -66,6 +66,8 @@ NEUTRAL: dict[OpOverload | OpOverloadPacket, Callable[[torch.dtype], Number]] = 
 }
 """The neutral element of each reduction. Of equal elements max.dim and min.dim give the first, which is a valid one."""
 
+_EXTREMES = frozenset([aten.amax, aten.amin, aten.max, aten.min])
+
 
 @table.register(*NEUTRAL)
 def reduction(call: PaddedCall) -> PyTree:
@@ -73,6 +75,8 @@ def reduction(call: PaddedCall) -> PyTree:
     x: PaddedValue = call["self"]
     neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
     reduced = reduced_dims(call, x)
+    if call.op.overloadpacket in _EXTREMES:
+        require_elements(call, x, reduced)
     if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
         # No integer is neutral for logsumexp.
         x = x.like(x.dense.to(torch.get_default_dtype()))
@@ -152,6 +156,8 @@ def norm(call: PaddedCall) -> PaddedValue:
     order = call.get("ord", call.get("p", 2))
     order = 2 if order is None else order
     reduced = reduced_dims(call, x)
+    if isinstance(order, int | float) and (order < 0 or order == math.inf):
+        require_elements(call, x, reduced, RuntimeError)
     by_kernel = _by_kernel(call, x, reduced, p=order) if isinstance(order, int | float) else None
     if by_kernel is not None:
         return by_kernel  # type: ignore[no-any-return]
@@ -166,6 +172,7 @@ def argmax(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     extreme = min_value if call.op.overloadpacket is aten.argmax else max_value
     reduced = reduced_dims(call, x)
+    require_elements(call, x, reduced, IndexError)
     _require_prefix(call, x, reduced)
     dense = x.filled(extreme(x.dense.dtype), reduced)
     out = call.dense({"self": dense})
@@ -179,6 +186,7 @@ def aminmax(call: PaddedCall) -> PyTree:
     """The minimum and the maximum."""
     x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
+    require_elements(call, x, reduced)
     dtype, keepdim = x.dense.dtype, call["keepdim"]
     over = [] if call["dim"] is None else reduced
     low = torch.amin(x.filled(max_value(dtype), reduced), over, keepdim=keepdim)
@@ -227,6 +235,27 @@ def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(x.dim()))
     return [d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)] if x.dim() else []
+
+
+def require_elements(
+    call: PaddedCall, x: PaddedValue, reduced: Sequence[int], kind: type[Exception] | None = None
+) -> None:
+    """Raise what torch raises for a reduction without an identity over no elements, where the host knows the sizes.
+
+    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
+
+    Args:
+        call: the call.
+        x: the value.
+        reduced: the dims.
+        kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
+    """
+    for d in reduced:
+        if set(known_sizes(x, d)) == {0}:
+            names = call.get("dim") not in (None, [])
+            raise (kind or (IndexError if names else RuntimeError))(
+                f"{call.op.overloadpacket.__name__}(): Expected reduction dim {d} to have non-zero size."
+            )
 
 
 def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:

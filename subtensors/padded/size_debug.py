@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.indexing import checked_bounds
+from subtensors.dispatch.padded.positions import checked_bounds
 
 active_modes: list[TorchFunctionMode] = []
 """The debug modes that are on."""

@@ -1,0 +1,78 @@
+"""True sizes of zero and below: what torch does of no elements, and which sizes can be at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+from subtensors.padded.torch_function import fallbacks
+
+SEQ = st.Dim("seq", max=16, buckets=[8, 16])
+
+WITHOUT_IDENTITY: dict[str, Callable[[Tensor], object]] = {
+    "amax": lambda x: x.amax(1),
+    "amin, keeping the dim": lambda x: x.amin(-1, keepdim=True),
+    "amax of all": lambda x: x.amax(),
+    "max": lambda x: x.max(1),
+    "max of all": lambda x: x.max(),
+    "argmax": lambda x: x.argmax(1),
+    "argmin of all": lambda x: x.argmin(),
+    "aminmax": lambda x: torch.aminmax(x, dim=1),
+    "median": lambda x: x.median(1),
+    "mode": lambda x: x.mode(1),
+    "kthvalue": lambda x: x.kthvalue(1, 1),
+    "quantile": lambda x: x.quantile(0.5, 1),
+    "the largest magnitude": lambda x: torch.linalg.vector_norm(x, float("inf"), 1),
+    "of a flattened dim": lambda x: x.flatten().amax(0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_IDENTITY)
+def test_a_reduction_without_an_identity_raises_torchs_error_for_no_elements(name: str) -> None:
+    reduce = WITHOUT_IDENTITY[name]
+    with pytest.raises((IndexError, RuntimeError)) as plain:
+        reduce(torch.ones(2, 0))
+    with pytest.raises(plain.type):
+        reduce(st.pad(torch.ones(2, 0), {1: SEQ}))
+
+
+def test_a_reduction_of_another_dim_runs_with_no_elements() -> None:
+    assert st.pad(torch.ones(2, 0), {1: SEQ}).amax(0).unpad().shape == (0,)
+
+
+def test_a_row_without_elements_beside_others_has_the_neutral_element() -> None:
+    assert st.pad([torch.ones(0), torch.ones(3)], {0: SEQ}).amax(1).tolist() == [-float("inf"), 1]
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)], ids=str)
+def test_running_statistics_stay_where_no_element_is_seen(layer: nn.Module) -> None:
+    layer(st.pad(torch.ones(2, 4, 0), {2: SEQ}))
+    assert layer.running_mean.tolist() == [0] * 4
+    assert layer.running_var.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)], ids=str)
+def test_a_single_value_has_no_variance_to_keep(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="more than 1"):
+        layer(st.pad(torch.ones(1, 4, 1), {2: SEQ}))
+    assert layer.running_var.tolist() == [1] * 4
+
+
+def test_sizes_that_differ_only_where_one_would_be_negative_are_the_same() -> None:
+    # An even convolution adds a position that the caller cuts off: Max(0, size of x + 1 - 1).
+    weight = torch.ones(3, 3, 4)
+
+    def program(x: Tensor) -> Tensor:
+        x = nn.functional.conv1d(x, weight[..., :3], stride=2)
+        return x + nn.functional.conv1d(x, weight, padding=2)[..., :-1]
+
+    plain = torch.arange(33.0).view(1, 3, 11)
+    before = fallbacks["add"]
+    got = program(st.pad(plain, {2: SEQ}))
+    assert isinstance(got, st.PaddedTensor)
+    torch.testing.assert_close(got.unpad(), program(plain))
+    assert fallbacks["add"] == before
