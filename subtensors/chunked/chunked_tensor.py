@@ -224,6 +224,7 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
 
 def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     """Return a plain tensor, chunked along a dim, counted from the front, by a policy."""
+    x = x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
     ref = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
     return user_tensor(ChunkedTensor, ref)  # type: ignore[return-value]
 

@@ -193,7 +193,7 @@ def _written_base(op: OpOverload, args: Args, kwargs: Kwargs, index: int, base: 
     written: PyTree = None
     if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):
         written = new if new.shape == base.shape else record(aten.reshape.default, new, list(base.shape))
-    elif packet in (aten.t, aten.transpose):
+    elif packet in (aten.t, aten.transpose, aten._conj_physical, aten.neg):
         written = record(op, new, *args)
     elif packet is aten.permute:
         dims = [d % base.ndim for d in call["dims"]]

@@ -114,21 +114,29 @@ def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kw
             decomposed = op.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
+    is_view, op = op.is_view, _WITHOUT_BITS.get(op, op)
     values, named = _values(args), _values(kwargs)
     try:
         results = record(op, *values, **named)
     except NeedsMaterialize as missing:
-        if not op.is_view or op.overloadpacket is aten.as_strided:
+        if not is_view or op.overloadpacket is aten.as_strided:
             raise
         # A view of the replicated value may be written through; a materialized copy may not.
         log_fallback(missing)
         results = record(op, *(replicated(v) if isinstance(v, LazyValue) else v for v in values), **named)
     refs = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
-    if op.is_view and args and isinstance(args[0], LazyTensor):
+    if is_view and args and isinstance(args[0], LazyTensor):
         views = [ref for ref in tree_leaves(refs) if isinstance(ref, AliasRef)]
         for index, ref in enumerate(views):
             ref.make_view_of(args[0]._ref, op, _values(args[1:]), _values(kwargs), index)
     return tree_map(refs, lambda ref: inner_tensor(kind, ref) if isinstance(ref, AliasRef) else ref)
+
+
+# A lazy tensor has no conjugate bit, by which `resolve_conj` and `view_as_real` would tell a lazy conjugate.
+_WITHOUT_BITS: dict[OpOverload, OpOverload] = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 
 
 def _values(tree: PyTree) -> PyTree:
