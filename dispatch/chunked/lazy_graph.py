@@ -113,7 +113,7 @@ class LazyValue:
     """
 
     __slots__ = (
-        *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "tensor", "version"),
+        *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "recorded", "tensor"),
         "__weakref__",
     )
 
@@ -132,7 +132,8 @@ class LazyValue:
         """The full value, once it is known."""
         self.part_layout: RowLayout | None = None
         """For a concatenated partial, the layout of its parts; for a stacked one, the rows that make a part."""
-        self.version: int | None = None
+        self.recorded: tuple[int, int] | None = None
+        """For a tensor of the caller, its version and address when it was recorded."""
 
     def description(self) -> LazyValue:
         """Return a copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
@@ -233,7 +234,7 @@ def constant(tensor: Tensor) -> LazyValue:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
     value = LazyValue(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
-    value.version = None if tensor.is_inference() else tensor._version
+    value.recorded = _version_and_address(tensor)
     return value
 
 
@@ -241,25 +242,41 @@ def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """Return the value of a tensor that is chunked along a dim."""
     value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
-    value.version = None if x.is_inference() else x._version
+    value.recorded = _version_and_address(x)
     return value
+
+
+def _version_and_address(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what changes when a tensor is written to or given other memory; None for a tensor without versions."""
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # a fake tensor, say
+        return None
 
 
 def known_tensor(value: LazyValue) -> Tensor | None:
     """Return the tensor of a replicated value, or None where it is not computed yet.
 
     Raises:
-        RuleError: it was written to after it was recorded, or its memory was freed.
+        RuleError: it was written to after it was recorded, or its memory was freed or replaced.
     """
     tensor = value.tensor
-    if tensor is None or value.version is None:
+    if tensor is None or value.recorded is None:
         return tensor
-    if tensor._version != value.version:
+    version, address = value.recorded
+    if tensor._version != version:
         raise RuleError(
             f"a tensor of shape {tuple(tensor.shape)} was modified in place after an op on a ChunkedTensor had "
             f"recorded it; realize() the result before the write, or write to a clone"
         )
-    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0:
+    if tensor.data_ptr() != address:
+        if tensor.untyped_storage().nbytes():
+            raise RuleError(
+                f"a tensor of shape {tuple(tensor.shape)} was given other memory, through `.data` perhaps, after an op "
+                f"on a ChunkedTensor had recorded it; realize() the result before that"
+            )
         raise RuleError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
             f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"
@@ -352,7 +369,7 @@ def replicated(value: LazyValue) -> LazyValue:
         return value
     if value.tensor is not None:
         full = LazyValue(value.meta, value.device, None, None, value.needs_grad)
-        full.tensor, full.version = value.tensor, value.version
+        full.tensor, full.recorded = value.tensor, value.recorded
         return full
     node = value.node
     if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:
