@@ -40,7 +40,7 @@ from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 
 Span = tuple[int, int]
 
-_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_recording: ContextVar[bool | None] = ContextVar("recording", default=None)
 
 
 @contextmanager
@@ -51,6 +51,16 @@ def recording(grad: bool) -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Return whether a call is being recorded; ops that arrive otherwise are those of another type around a tensor."""
+    return _recording.get() is not None
+
+
+def is_autocast(device: str) -> bool:
+    """Return whether autocast is enabled on a type of device; torch refuses to tell for some, such as meta."""
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def without_ambient_modes(grad: bool | None = None) -> AbstractContextManager[None]:
@@ -84,8 +94,8 @@ def _identity_hook(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class NeedsMaterialize(Exception):
-    """An op that can't be recorded: its operands must be materialized first."""
+class NeedsMaterialize(RuleError):
+    """An op that can't be recorded: its operands must be materialized first, by the user where nothing else can."""
 
     def __init__(self, op: object, reason: str) -> None:
         super().__init__(f"{op}: {reason}")
@@ -272,14 +282,10 @@ def known_tensor(value: LazyValue) -> Tensor | None:
             f"recorded it; realize() the result before the write, or write to a clone"
         )
     if tensor.data_ptr() != address:
-        if tensor.untyped_storage().nbytes():
-            raise RuleError(
-                f"a tensor of shape {tuple(tensor.shape)} was given other memory, through `.data` perhaps, after an op "
-                f"on a ChunkedTensor had recorded it; realize() the result before that"
-            )
+        change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
-            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
-            f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"
+            f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was evaluated; "
+            f"realize() the result before that; with FSDP keep this module's weights (reshard_after_forward=False)"
         )
     return tensor
 
@@ -328,7 +334,7 @@ def emit(
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
     operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
-    recorded = _recording.get() if grad is None else grad
+    recorded = bool(_recording.get()) if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:
