@@ -284,8 +284,8 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     if tensor.data_ptr() != address:
         change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
-            f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was evaluated; "
-            f"realize() the result before that; with FSDP keep this module's weights (reshard_after_forward=False)"
+            f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
+            f"evaluated; realize() the result before that; with FSDP keep this module's weights (reshard_after_forward=False)"
         )
     return tensor
 

@@ -86,7 +86,6 @@ class Names(TorchDispatchMode):
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert st.ChunkedTensor not in types
         self.seen.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Writes to what a chunked program reads, before its result is asked for and before backward: seen, or without effect."""
+"""Writes to what a chunked program reads, before its result and before backward: seen, or without effect."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Asked = Callable[[Tensor, Tensor], Tensor]
 
 PROGRAMS: dict[str, tuple[Recorded, Asked]] = {
     "cross entropy": (lambda h, w, b, y: F.linear(h, w, b), F.cross_entropy),
-    "losses": (lambda h, w, b, y: F.linear(h, w, b), lambda l, y: F.cross_entropy(l, y, reduction="none").sum()),
-    "mean": (lambda h, w, b, y: F.linear(h, w, b).exp(), lambda l, y: l.mean()),
-    "norm": (lambda h, w, b, y: F.linear(h, w, b), lambda l, y: torch.linalg.vector_norm(l)),
-    "targets": (lambda h, w, b, y: F.linear(h, w, b).log_softmax(-1).gather(1, y[:, None]), lambda l, y: l.mean()),
-    "arithmetic": (lambda h, w, b, y: h @ w.t() * b + y[:, None], lambda l, y: l.square().sum()),
-    "realized": (lambda h, w, b, y: F.linear(h, w, b), lambda l, y: l[:].detach().sum() + torch.exp(l).sum()),
+    "losses": (lambda h, w, b, y: F.linear(h, w, b), lambda z, y: F.cross_entropy(z, y, reduction="none").sum()),
+    "mean": (lambda h, w, b, y: F.linear(h, w, b).exp(), lambda z, y: z.mean()),
+    "norm": (lambda h, w, b, y: F.linear(h, w, b), lambda z, y: torch.linalg.vector_norm(z)),
+    "targets": (lambda h, w, b, y: F.linear(h, w, b).log_softmax(-1).gather(1, y[:, None]), lambda z, y: z.mean()),
+    "arithmetic": (lambda h, w, b, y: h @ w.t() * b + y[:, None], lambda z, y: z.square().sum()),
+    "realized": (lambda h, w, b, y: F.linear(h, w, b), lambda z, y: z[:].detach().sum() + torch.exp(z).sum()),
 }
 
 
