@@ -285,7 +285,7 @@ def known_tensor(value: LazyValue) -> Tensor | None:
         change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
             f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
-            f"evaluated; realize() the result before that; with FSDP keep this module's weights (reshard_after_forward=False)"
+            f"evaluated; realize() it before that; with FSDP keep the module's weights (reshard_after_forward=False)"
         )
     return tensor
 
