@@ -167,7 +167,7 @@ def chunk(
     return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
 
 
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor of the class
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
