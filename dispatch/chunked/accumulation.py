@@ -184,11 +184,11 @@ class ProductInto(torch.autograd.Function):
         grad = grads[0]
         grad_a = grad_b = grad_added = None
         if second:
-            into.add_product(a.t(), grad)
-            grad_a = grad @ b.t() if needs_a else None
+            into.add_product(a.mH, grad)
+            grad_a = grad @ b.mH if needs_a else None
         else:
-            into.add_product(grad, b.t())
-            grad_b = a.t() @ grad if needs_b else None
+            into.add_product(grad, b.mH)
+            grad_b = a.mH @ grad if needs_b else None
         if needs_added:
             assert ctx.added_shape is not None
             wide = arithmetic_dtype(grad.dtype)

@@ -80,7 +80,7 @@ class RecomputeChunks(torch.autograd.Function):
         tensors = ctx.saved_tensors
         gradients = differentiate(ctx.plan, tensors, ctx.needs_input_grad[1:], upstream)
         taken = gradients.take()
-        return None, *once_differentiable(taken.get(n) for n in range(len(tensors)))
+        return None, *once_differentiable((taken.get(n) for n in range(len(tensors))), (*tensors, *upstream))
 
 
 class _FusedContext(FunctionCtx):
@@ -153,7 +153,12 @@ class FusedForwardBackward(torch.autograd.Function):
             gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, ctx.tangents)
         taken = gradients.take(grad * ctx.scale)
         others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
-        return None, None, None, *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others])
+        return (
+            None,
+            None,
+            None,
+            *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others], (*tensors, grad)),
+        )
 
 
 def _sum_gradients(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
@@ -188,25 +193,32 @@ def _epilogue_result(
     return out.detach()
 
 
-def once_differentiable(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients that can't be differentiated: a second backward through them raises RuleError."""
+def once_differentiable(grads: Iterable[Tensor | None], of: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that can't be differentiated: a second backward through them raises RuleError.
+
+    Args:
+        grads: the gradients.
+        of: what they were computed from. Without edges to it, a second gradient of it would be said to be none.
+    """
     if not torch.is_grad_enabled():
         return list(grads)
-    return [None if g is None else _refuse_second_backward(g) for g in grads]
+    sources = [t for t in of if t is not None and t.requires_grad]
+    return [None if g is None else _refuse_second_backward(g, sources) for g in grads]
 
 
-def _refuse_second_backward(grad: Tensor) -> Tensor:
-    out: Tensor = _RefuseSecondBackward.apply(grad.requires_grad_())  # type: ignore[no-untyped-call]
+def _refuse_second_backward(grad: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    out: Tensor = _RefuseSecondBackward.apply(grad.requires_grad_(), *sources)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RefuseSecondBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, grad: Tensor, *sources: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> NoReturn:
         raise RuleError(
-            "a ChunkedTensor can't be differentiated twice: its chunks are gone; realize() it for a second derivative"
+            "a ChunkedTensor can't be differentiated twice: its chunks are gone; compute from the plain tensor for "
+            "a second derivative"
         )

@@ -170,6 +170,8 @@ class _Evaluation:
     def _fused_scalar(self, requested: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; None for other values."""
         sums = [v for v in partials if v.needs_grad]
+        if requested.dtype.is_complex:
+            return None  # a gradient is a real multiple of that of one, but no complex multiple of it
         if requested.meta.numel() != 1 or any(v.combine is not Combine.SUM for v in sums):
             return None
         if not is_affine(requested, sums):

@@ -40,7 +40,7 @@ from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 
 Span = tuple[int, int]
 
-_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_recording: ContextVar[bool | None] = ContextVar("recording", default=None)
 
 
 @contextmanager
@@ -51,6 +51,16 @@ def recording(grad: bool) -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Return whether a call is being recorded; ops that arrive otherwise are those of another type around a tensor."""
+    return _recording.get() is not None
+
+
+def is_autocast(device: str) -> bool:
+    """Return whether autocast is enabled on a type of device; torch refuses to tell for some, such as meta."""
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def without_ambient_modes(grad: bool | None = None) -> AbstractContextManager[None]:
@@ -84,8 +94,8 @@ def _identity_hook(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class NeedsMaterialize(Exception):
-    """An op that can't be recorded: its operands must be materialized first."""
+class NeedsMaterialize(RuleError):
+    """An op that can't be recorded: its operands must be materialized first, by the user where nothing else can."""
 
     def __init__(self, op: object, reason: str) -> None:
         super().__init__(f"{op}: {reason}")
@@ -113,7 +123,7 @@ class LazyValue:
     """
 
     __slots__ = (
-        *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "tensor", "version"),
+        *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "recorded", "tensor"),
         "__weakref__",
     )
 
@@ -132,7 +142,8 @@ class LazyValue:
         """The full value, once it is known."""
         self.part_layout: RowLayout | None = None
         """For a concatenated partial, the layout of its parts; for a stacked one, the rows that make a part."""
-        self.version: int | None = None
+        self.recorded: tuple[int, int] | None = None
+        """For a tensor of the caller, its version and address when it was recorded."""
 
     def description(self) -> LazyValue:
         """Return a copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
@@ -233,7 +244,7 @@ def constant(tensor: Tensor) -> LazyValue:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
     value = LazyValue(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
-    value.version = None if tensor.is_inference() else tensor._version
+    value.recorded = _version_and_address(tensor)
     return value
 
 
@@ -241,28 +252,40 @@ def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """Return the value of a tensor that is chunked along a dim."""
     value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
-    value.version = None if x.is_inference() else x._version
+    value.recorded = _version_and_address(x)
     return value
+
+
+def _version_and_address(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what changes when a tensor is written to or given other memory; None for a tensor without versions."""
+    if tensor.is_inference():
+        return None
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # a fake tensor, say
+        return None
 
 
 def known_tensor(value: LazyValue) -> Tensor | None:
     """Return the tensor of a replicated value, or None where it is not computed yet.
 
     Raises:
-        RuleError: it was written to after it was recorded, or its memory was freed.
+        RuleError: it was written to after it was recorded, or its memory was freed or replaced.
     """
     tensor = value.tensor
-    if tensor is None or value.version is None:
+    if tensor is None or value.recorded is None:
         return tensor
-    if tensor._version != value.version:
+    version, address = value.recorded
+    if tensor._version != version:
         raise RuleError(
             f"a tensor of shape {tuple(tensor.shape)} was modified in place after an op on a ChunkedTensor had "
             f"recorded it; realize() the result before the write, or write to a clone"
         )
-    if tensor.numel() and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0:
+    if tensor.data_ptr() != address:
+        change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
-            f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the ChunkedTensor that uses it "
-            f"was evaluated; with FSDP keep this module's weights until the loss (reshard_after_forward=False)"
+            f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
+            f"evaluated; realize() it before that; with FSDP keep the module's weights (reshard_after_forward=False)"
         )
     return tensor
 
@@ -311,7 +334,7 @@ def emit(
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
     operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
-    recorded = _recording.get() if grad is None else grad
+    recorded = bool(_recording.get()) if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:
@@ -352,7 +375,7 @@ def replicated(value: LazyValue) -> LazyValue:
         return value
     if value.tensor is not None:
         full = LazyValue(value.meta, value.device, None, None, value.needs_grad)
-        full.tensor, full.version = value.tensor, value.version
+        full.tensor, full.recorded = value.tensor, value.recorded
         return full
     node = value.node
     if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:

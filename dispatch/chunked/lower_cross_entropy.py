@@ -14,7 +14,13 @@ from torch import Tensor
 
 from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, plan_linear_cross_entropy
 from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, known_tensor, recording, without_ambient_modes
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    is_autocast,
+    known_tensor,
+    recording,
+    without_ambient_modes,
+)
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_layout import Policy, RowLayout
@@ -191,7 +197,7 @@ def linear_cross_entropy_loss(
 
 def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
     """Return the dtype of a cross entropy of logits: theirs, or float32 under autocast."""
-    return torch.float32 if logits.itemsize == 2 and torch.is_autocast_enabled(device) else logits
+    return torch.float32 if logits.itemsize == 2 and is_autocast(device) else logits
 
 
 def _transposed(weight: LazyValue) -> LazyValue:

@@ -28,6 +28,9 @@ LAZY_TYPES: set[type[Tensor]] = set()
 MASKED_TYPES: set[type[Tensor]] = set()
 """Types whose memory is valid only in part; only their own rules know which part."""
 
+MAPPED_TYPES: set[type[Tensor]] = set()
+"""Types that call a function once for each of several tensors, of any type."""
+
 
 def read_as_plain(kind: type[Tensor], reason: str) -> None:
     """Add a tensor subclass to the plain types, here and in compiled code.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subtensors.chunked import custom_op
-from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, graph_node, user_tensor
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
 from subtensors.chunked.torch_function import handle_torch_function, is_metadata_query
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
@@ -100,6 +100,8 @@ class ChunkedTensor(LazyTensor):
         cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         if is_metadata_query(func):
+            if func == _GRAD_FN:
+                return graph_node(args[0])
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return handle_torch_function(cls, func, types, args, kwargs or {})
 
@@ -140,6 +142,7 @@ def chunk(
 
     Raises:
         SizeError: a count below one, or a tensor of no dims.
+        TypeError: something other than a dense tensor, a count or dim that is no whole number.
         RuleError: a tensor under a transform of torch.func.
         ValueError: more than one of the counts, or an unknown word.
         IndexError: no such dim.
@@ -163,6 +166,8 @@ def chunk(
         return traced
     return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
 
+
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor of the class
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -214,9 +219,14 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
         raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
         check_not_transformed(x)
+    if x.layout is not torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"chunk takes a dense tensor, got one that is {kind}; make it dense first")
     dims = x.ndim
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
+    if type(dim) is not int:
+        raise TypeError(f"dim is a whole number, got {dim!r}")
     if not -dims <= dim < dims:
         raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}")
     return chunked_by(x, dim % dims, policy)
@@ -224,6 +234,7 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
 
 def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     """Return a plain tensor, chunked along a dim, counted from the front, by a policy."""
+    x = x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
     ref = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
     return user_tensor(ChunkedTensor, ref)  # type: ignore[return-value]
 

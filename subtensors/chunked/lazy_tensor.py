@@ -66,6 +66,11 @@ class AliasRef:
         """Return whether the value requires grad."""
         return self.value.needs_grad
 
+    @property
+    def is_of_gradients(self) -> bool:
+        """Return whether the value, or one that it is a view of, requires grad."""
+        return self.needs_grad or (self.base is not None and self.base.is_of_gradients)
+
     def metadata(self) -> Metadata:
         """Sizes, strides, dtype and device."""
         value = self.value
@@ -193,7 +198,7 @@ def _written_base(op: OpOverload, args: Args, kwargs: Kwargs, index: int, base: 
     written: PyTree = None
     if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):
         written = new if new.shape == base.shape else record(aten.reshape.default, new, list(base.shape))
-    elif packet in (aten.t, aten.transpose):
+    elif packet in (aten.t, aten.transpose, aten._conj_physical, aten.neg):
         written = record(op, new, *args)
     elif packet is aten.permute:
         dims = [d % base.ndim for d in call["dims"]]
@@ -235,10 +240,26 @@ def alias_ref(x: LazyTensor) -> AliasRef:
         return x._ref
     if is_fsdp_identity_node(function) and x._ref.base is not None:
         return x._ref.base
+    if function.name() == "BackwardHookFunctionBackward":
+        raise RuleError(
+            "full backward hooks of a module whose arguments or results are ChunkedTensors have no rule: these have no "
+            "gradients of their own; hook the module's parameters, or a module before the chunked rows or around them"
+        )
     raise RuleError(
         f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
         f"gradient would not go through that function's backward: give it the tensor's realize()"
     )
+
+
+def graph_node(x: LazyTensor) -> torch.autograd.graph.Node | None:
+    """Return the autograd node of a tensor, which gets no gradient where torch didn't make the tensor.
+
+    Torch's hooks of several tensors look for the node of a view of each.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if x.grad_fn is None and x.requires_grad and x._ref.base is not None:
+            x = x.view_as(x)  # type: ignore[assignment]
+        return x.grad_fn
 
 
 def full_tensor(x: Tensor) -> Tensor:

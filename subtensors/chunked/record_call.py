@@ -30,6 +30,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyValue,
     NeedsMaterialize,
     constant,
+    is_recording,
     leaf_value,
     recording,
     replicated,
@@ -102,6 +103,8 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
 
 def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
     """Record one op, beneath autograd."""
+    if not is_recording() and torch.is_grad_enabled() and not op.is_view:
+        _check_no_gradient_is_lost(op, (args, kwargs))
     if is_in_place(op):
         return _record_write(op, args, kwargs)
     if op is aten._local_scalar_dense.default:
@@ -114,21 +117,39 @@ def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kw
             decomposed = op.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
+    is_view, op = op.is_view, _WITHOUT_BITS.get(op, op)
     values, named = _values(args), _values(kwargs)
     try:
         results = record(op, *values, **named)
     except NeedsMaterialize as missing:
-        if not op.is_view or op.overloadpacket is aten.as_strided:
+        if not is_view or op.overloadpacket is aten.as_strided:
             raise
         # A view of the replicated value may be written through; a materialized copy may not.
         log_fallback(missing)
         results = record(op, *(replicated(v) if isinstance(v, LazyValue) else v for v in values), **named)
     refs = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
-    if op.is_view and args and isinstance(args[0], LazyTensor):
+    if is_view and args and isinstance(args[0], LazyTensor):
         views = [ref for ref in tree_leaves(refs) if isinstance(ref, AliasRef)]
         for index, ref in enumerate(views):
             ref.make_view_of(args[0]._ref, op, _values(args[1:]), _values(kwargs), index)
     return tree_map(refs, lambda ref: inner_tensor(kind, ref) if isinstance(ref, AliasRef) else ref)
+
+
+def _check_no_gradient_is_lost(op: OpOverload, tree: PyTree) -> None:
+    """Raise RuleError for an op that another type calls on a tensor that requires grad, which it took as its memory."""
+    if any(isinstance(x, LazyTensor) and x._ref.is_of_gradients for x in tree_leaves(tree)):
+        raise RuleError(
+            f"{op} on a ChunkedTensor inside a tensor of another type, such as the DTensor that parallelize_module "
+            f"makes of a module's input: its gradient would not come back; make that tensor of realize(), or leave the "
+            f"module out of the plan and give F.linear its weight as a DTensor, which is gathered once"
+        )
+
+
+# A lazy tensor has no conjugate bit, by which `resolve_conj` and `view_as_real` would tell a lazy conjugate.
+_WITHOUT_BITS: dict[OpOverload, OpOverload] = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 
 
 def _values(tree: PyTree) -> PyTree:

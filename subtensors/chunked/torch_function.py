@@ -7,12 +7,14 @@ call, and one that its fast path does not take, is recorded op by op or run on m
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, full_tensor, user_tensor
 from subtensors.chunked.record_call import (
@@ -24,7 +26,7 @@ from subtensors.chunked.record_call import (
 )
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
 from subtensors.dispatch.chunked.lower_cross_entropy import (
     cross_entropy_of_linear,
     loss_dtype,
@@ -40,9 +42,13 @@ from subtensors.dispatch.chunked.row_losses import (
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.plain_types import MASKED_TYPES, PLAIN_TYPES
+from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals.autograd import is_fsdp_backward_hook, is_transforming
+from subtensors.dispatch.torch_internals.autograd import (
+    is_fsdp_backward_hook,
+    is_module_tracker_hook,
+    is_transforming,
+)
 
 aten = torch.ops.aten
 
@@ -66,7 +72,8 @@ def handle_torch_function(
         args, kwargs: its arguments.
 
     Returns:
-        its results: chunked where they have the rows, plain where they don't.
+        its results: chunked where they have the rows, plain where they don't; NotImplemented with a type that calls
+        the function once for each of its tensors.
 
     Raises:
         RuleError: it would attach something to the tensor itself that belongs to the one that was chunked, or a
@@ -74,6 +81,8 @@ def handle_torch_function(
     """
     if is_transforming():
         check_not_transformed((args, kwargs))
+    if len(types) > 1 and not MAPPED_TYPES.isdisjoint(types):
+        return NotImplemented
     if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
         log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
         return call_materialized(func, args, kwargs)
@@ -87,11 +96,12 @@ def handle_torch_function(
             return result
     if func is torch.Tensor.register_hook and is_fsdp_backward_hook(args[1]):
         return _add_backward_hook(*args)
+    if func is torch.Tensor.register_hook and is_module_tracker_hook(args[1]):
+        return RemovableHandle(OrderedDict())  # what runs for these rows is no module's
     if func in _REFUSED:
-        raise RuleError(
-            f"{func.__name__} on a ChunkedTensor: its gradient goes to the tensor that was chunked; call it on that, "
-            f"or on realize()"
-        )
+        raise RuleError(f"{func.__name__} on a ChunkedTensor: {_REFUSED[func]}")
+    if func is torch.Tensor.data_ptr and alias_ref(args[0]).value.tensor is None:
+        raise RuleError("data_ptr on a ChunkedTensor: it has no memory; keep its realize() while the address is used")
     if func in _READS_MEMORY:
         return call_materialized(func, args, kwargs)
     states = generator_states(args)
@@ -114,7 +124,7 @@ def _linear(kind: Kind, input: object, weight: object, bias: object = None) -> T
         return None
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
-    if not isinstance(input, LazyTensor) or torch.is_autocast_enabled(weight.device.type):
+    if not isinstance(input, LazyTensor) or is_autocast(weight.device.type):
         return None
     rows, sizes = alias_ref(input).value, weight.shape
     layout, like = rows.layout, rows.like
@@ -367,9 +377,17 @@ _READS_MEMORY = {
     torch.Tensor.__contains__,
 }
 
-_REFUSED = {
-    torch.Tensor.requires_grad_,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
+_OTHERS_GRADIENT = "its gradient goes to the tensor that was chunked; call it on that, or on realize()"
+_NO_MEMORY = "it has no memory of its own; call it on realize()"
+
+_REFUSED: dict[object, str] = {
+    torch.Tensor.requires_grad_: _OTHERS_GRADIENT,
+    torch.Tensor.register_hook: _OTHERS_GRADIENT,
+    torch.Tensor.register_post_accumulate_grad_hook: _OTHERS_GRADIENT,
+    torch.Tensor.retain_grad: _OTHERS_GRADIENT,
+    torch.Tensor.share_memory_: _NO_MEMORY,
+    torch.Tensor.storage: _NO_MEMORY,
+    torch.Tensor.apply_: _NO_MEMORY,
+    torch.Tensor.map_: _NO_MEMORY,
 }
+"""Functions that a ChunkedTensor can't stand for its value in, and why."""

@@ -35,6 +35,7 @@ from subtensors.dispatch.lists.foreach import foreach_call
 from subtensors.dispatch.lists.list_call import ListCall, gather, list_call
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.lists.compiled_autograd import list_requires_grad
@@ -354,3 +355,6 @@ def _refuse_lost_gradients(call: Call) -> None:
 TensorList._run_function = run
 TensorList._run_overload = run_overload
 TensorList._run_in_compiler = run_in_compiler
+
+
+MAPPED_TYPES.add(TensorList)

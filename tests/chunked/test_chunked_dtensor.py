@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
@@ -95,6 +96,14 @@ def a_head_divided_by_classes_is_gathered_once(device: str, ranks: int) -> None:
             torch.testing.assert_close(actual, e)
 
 
+def a_head_of_a_parallel_plan_is_refused_in_forward(device: str, ranks: int) -> None:
+    mesh = init_device_mesh(device, (ranks,))
+    head = parallelize_module(nn.Linear(8, 20, device=device), mesh, ColwiseParallel(output_layouts=Replicate()))
+    hidden = torch.randn(6, 8, device=device, requires_grad=True)
+    with pytest.raises(st.RuleError, match=r"parallelize_module.*realize\(\)"):
+        head(st.chunk(hidden, rows=2))
+
+
 def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> None:
     torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -118,6 +127,7 @@ def _process(rank: int, ranks: int, folder: str, device: str, tied: bool) -> Non
         expected += Counter({("_allgather_base_", layer): 2, ("_reduce_scatter_base_", layer): 1})
         assert sent.seen == Counter({sizes: STEPS * count for sizes, count in expected.items()})
     a_head_divided_by_classes_is_gathered_once(device, ranks)
+    a_head_of_a_parallel_plan_is_refused_in_forward(device, ranks)
     end_of_process()
 
 

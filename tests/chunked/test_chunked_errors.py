@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +26,8 @@ import subtensors as st
         ({"memory_limit": "much"}, ValueError, "got 'much'"),
         ({"accumulate": "slow"}, ValueError, "got 'slow'"),
         ({"dim": 2}, IndexError, "got 2"),
+        ({"dim": "rows"}, TypeError, "dim is a whole number, got 'rows'"),
+        ({"dim": True}, TypeError, "dim is a whole number, got True"),
     ],
 )
 def test_a_wrong_argument_of_chunk_is_refused(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -34,6 +40,71 @@ def test_only_a_tensor_with_rows_can_be_chunked() -> None:
         st.chunk(torch.ones(()))
     with pytest.raises(TypeError, match="got list"):
         st.chunk([1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        Tensor.to_sparse,
+        Tensor.to_mkldnn,
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+    ],
+)
+def test_a_tensor_without_strides_is_not_chunked(convert: Any) -> None:
+    with pytest.raises(TypeError, match="chunk takes a dense tensor"):
+        st.chunk(convert(torch.ones(4, 3)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Tensor.share_memory_,
+        Tensor.data_ptr,
+        lambda x: x.apply_(abs),
+        lambda x: x.set_(torch.ones(4, 3)),
+    ],
+)
+def test_what_needs_memory_of_its_own_is_refused(use: Any) -> None:
+    with pytest.raises(st.RuleError, match="realize"):
+        use(st.chunk(torch.ones(4, 3), rows=2) * 2)
+
+
+def test_dir_lists_the_methods_of_a_chunked_tensor_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert {"realize", "explain", "shape", "sum"} <= set(dir(st.chunk(torch.ones(4, 3))))
+
+
+@pytest.mark.parametrize("reduce", [lambda y: y.exp().mean(), lambda y: y.amax(), lambda y: y.realize().square().sum()])
+def test_a_second_derivative_is_refused_even_where_it_may_be_unused(reduce: Any) -> None:
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    loss = reduce(F.linear(st.chunk(x, rows=2), w).exp())
+    (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+    with pytest.raises(st.RuleError, match="differentiated twice"):
+        torch.autograd.grad(grad.square().sum(), x, allow_unused=True)
+
+
+def copied(x: Tensor) -> Tensor:
+    return copy.deepcopy(x)
+
+
+def pickled(x: Tensor) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+def loaded(x: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("copy_of", [copied, pickled, loaded])
+def test_a_copy_of_a_chunked_tensor_is_the_plain_tensor(copy_of: Any) -> None:
+    h, w = torch.randn(4, 3), torch.randn(5, 3)
+    found = copy_of(F.linear(st.chunk(h, rows=2), w))
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, F.linear(h, w))
 
 
 def test_hooks_and_requires_grad_belong_to_the_tensor_that_was_chunked() -> None:

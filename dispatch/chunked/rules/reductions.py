@@ -210,16 +210,23 @@ def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> PyTree:
     keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
     correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
     count = math.prod(value.shape[d] for d in dims)
-    accurate = cast(value, arithmetic_dtype(value.dtype))
+    accurate, real = cast(value, arithmetic_dtype(value.dtype)), value.dtype.to_real()
     mean = record(aten.mean.dim, accurate, dims, True)
-    squares = record(aten.pow.Tensor_Scalar, record(aten.sub.Tensor, accurate, mean), 2)
+    squares = _squared_magnitudes(record(aten.sub.Tensor, accurate, mean))
     left = max(count - (1 if correction is None else correction), 0)
-    scaled = record(aten.div.Tensor, sum_over_rows(squares, dims, keepdim, arithmetic_dtype(value.dtype)), left)
-    spread = cast(record(aten.sqrt.default, scaled) if packet in (aten.std, aten.std_mean) else scaled, value.dtype)
+    scaled = record(aten.div.Tensor, sum_over_rows(squares, dims, keepdim, squares.dtype), left)
+    spread = cast(record(aten.sqrt.default, scaled) if packet in (aten.std, aten.std_mean) else scaled, real)
     if packet not in (aten.var_mean, aten.std_mean):
         return spread
     mean = cast(mean if keepdim else record(aten.squeeze.dims, mean, dims), value.dtype)
     return spread, mean
+
+
+def _squared_magnitudes(value: LazyValue) -> LazyValue:
+    if not value.dtype.is_complex:
+        return record(aten.pow.Tensor_Scalar, value, 2)  # type: ignore[no-any-return]
+    squares = record(aten.pow.Tensor_Scalar, record(aten.view_as_real.default, value), 2)
+    return record(aten.sum.dim_IntList, squares, [-1])  # type: ignore[no-any-return]
 
 
 OVER_ROWS: dict[OpOverloadPacket, Callable[[BoundCall, LazyValue, list[int]], PyTree]] = {

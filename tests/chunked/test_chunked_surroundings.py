@@ -1,0 +1,151 @@
+"""What other code does around a chunked loss: threads, hooks, counters, modes, lists, devices without values."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import subtensors as st
+
+
+class Model(nn.Module):
+    """A layer, and a head whose logits are chunked."""
+
+    def __init__(self, by_kernels: bool = True) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 23, bias=False)
+        self.by_kernels, self.chunked = by_kernels, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        logits = self.head(st.chunk(h, rows=5) if self.chunked else h)
+        return F.cross_entropy(logits, torch.arange(17)) if self.by_kernels else logits.exp().mean()
+
+
+def plain(model: Model) -> Model:
+    out = copy.deepcopy(model)
+    out.chunked = False
+    return out
+
+
+def gradients(model: Model, x: Tensor) -> list[Any]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "ops"])
+def model(request: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(request.param)
+
+
+def test_threads_compute_chunked_losses_at_once(model: Model) -> None:
+    models = [copy.deepcopy(model) for _ in range(4)]
+    batches = [torch.randn(17, 8) for _ in models]
+    expected = [gradients(plain(m), x) for m, x in zip(models, batches, strict=True)]
+    found: dict[int, list[Any]] = {}
+    start = threading.Barrier(len(models))
+
+    def work(place: int) -> None:
+        start.wait()
+        for _ in range(5):
+            found[place] = gradients(models[place], batches[place])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place in range(len(models)):
+        torch.testing.assert_close(found[place], expected[place])
+
+
+def test_a_flop_counter_counts_the_products_of_a_chunked_module(model: Model) -> None:
+    counts = []
+    for each in (model, plain(model)):
+        with FlopCounterMode(display=False) as counter:
+            gradients(each, torch.randn(17, 8))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_ops_of_chunks(model: Model) -> None:
+    x = torch.randn(17, 8)
+    expected = gradients(plain(model), x)
+    with Names() as names:
+        found = gradients(model, x)
+    torch.testing.assert_close(found, expected)
+    assert names.seen & {"mm", "addmm", "addmm_", "_addmm_activation"}
+
+
+def test_hooks_of_parameters_modules_and_saved_tensors_run(model: Model) -> None:
+    x = torch.randn(17, 8)
+    expected = gradients(plain(model), x)
+    seen: list[str] = []
+    model.head.weight.register_hook(lambda grad: seen.append("weight"))
+    model.head.register_forward_hook(lambda *args: seen.append("forward"))
+    model.layer.register_full_backward_hook(lambda *args: seen.append("layer"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a module whose input has no gradient
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            found = gradients(model, x)
+    torch.testing.assert_close(found, expected)
+    assert set(seen) == {"weight", "forward", "layer"}
+
+
+def test_backward_hooks_of_a_module_called_with_chunks_are_refused(model: Model) -> None:
+    model.head.register_full_backward_hook(print)
+    with pytest.raises(st.RuleError, match="full backward hooks"):
+        model(torch.randn(17, 8))
+
+
+def test_a_hook_of_several_tensors_is_refused() -> None:
+    h = st.chunk(torch.ones(4, 3, requires_grad=True), rows=2)
+    with pytest.raises(st.RuleError, match="the tensor that was chunked"):
+        torch.autograd.graph.register_multi_grad_hook([h.exp()], print)
+
+
+def test_a_users_own_error_in_a_hook_is_raised_as_it_is() -> None:
+    def fail(grad: Tensor) -> None:
+        raise KeyError("data pointer of the user")
+
+    x = torch.ones(4, 3, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(KeyError, match="data pointer of the user"):
+        F.linear(st.chunk(x, rows=2), torch.ones(5, 3)).exp().mean().backward()
+
+
+def test_a_linear_layer_and_its_loss_have_sizes_on_meta() -> None:
+    h = st.chunk(torch.empty(8, 4, device="meta"), rows=2)
+    logits = F.linear(h, torch.empty(5, 4, device="meta"))
+    assert logits.shape == (8, 5)
+    assert F.cross_entropy(logits, torch.empty(8, dtype=torch.int64, device="meta")).device.type == "meta"
+
+
+def test_a_chunked_tensor_joins_each_tensor_of_a_list() -> None:
+    h = torch.randn(6, 3)
+    tensors = [torch.randn(6, 3), torch.randn(3)]
+    found = st.chunk(h, rows=2) + st.TensorList(tensors)
+    for f, t in zip(found, tensors, strict=True):
+        torch.testing.assert_close(f.realize() if isinstance(f, st.ChunkedTensor) else f, h + t)
