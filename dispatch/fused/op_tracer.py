@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
 from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
 from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, EXAMPLE_SHAPES, ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.symbolic_scalars import expression_of
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -30,9 +31,6 @@ from subtensors.kernels.fused.program import (
     Shape,
     call_form,
 )
-
-if TYPE_CHECKING:
-    import sympy
 
 aten = torch.ops.aten
 
@@ -56,7 +54,8 @@ class OpTracer(TorchDispatchMode):
     device: torch.device
     parameters: tuple[Parameter, ...]
     instructions: list[Instruction] = field(default_factory=list)
-    scalars: dict[sympy.Expr, Scalar] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    """Expression of the call's numbers -> the dynamic scalar that it is."""
     unlowered: list[str] = field(default_factory=list)
     values: dict[tuple[Instruction, str], int] = field(default_factory=dict)
     """Instruction, and the text of its operands -> its value: the same math is done once."""
@@ -284,7 +283,7 @@ class OpTracer(TorchDispatchMode):
         if isinstance(argument, ProxyTensor):
             return Ref(argument.slot.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
-            expression = ops.sympy_expression(argument)
+            expression = expression_of(argument)
             kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
             return self.scalars.setdefault(expression, Scalar(len(self.scalars), kind))
         return tuple(argument) if isinstance(argument, list) else argument
