@@ -161,14 +161,10 @@ class RecordedNumber:
         """The node itself, which is never changed."""
         return self
 
-    def str(self) -> str:
-        """The expression."""
-        return self.text
-
     def __str__(self) -> str:
         return self.text
 
-    _graph_repr = __repr__ = __str__
+    str = _graph_repr = __repr__ = __str__
 
 
 def symbolic_scalar(index: int, kind: type[float] | type[int]) -> SymbolicScalar:
