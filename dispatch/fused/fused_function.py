@@ -141,6 +141,7 @@ class FusedFunction:
             if prelude is None:
                 plan.compile()
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            plan.log()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 call.launches.store(call, self._variant.edition, columns, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
@@ -153,6 +154,7 @@ class FusedFunction:
         else:
             plan.compile()
             leaves = plan.run_groups(columns, call.numbers())
+            plan.log()
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
@@ -319,14 +321,15 @@ class FusedFunction:
                 merged.setdefault(replace(key, copies=copies), []).extend(indices)
             elements = {key: sorted(indices) for key, indices in merged.items()}
         groups: list[tuple[list[int], Executor]] = []
+        notes: list[str] = []
         for key, indices in elements.items():
             part = columns if len(indices) == count else select_rows(columns, indices)
             executor = self._make_executor(call, key, part)
             groups.append((indices, executor))
             if executor.reason:
-                logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, executor.describe())
+                notes.append(f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}")
         fallback = EagerExecutor(self._function_of(call), "groups of elements overlap in memory")
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback)
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, notes=notes)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
         fallback = EagerExecutor(

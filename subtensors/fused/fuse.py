@@ -53,7 +53,7 @@ class Fused(Generic[P, R]):
             return self
         if torch.compiler.is_compiling():
             # The compiler traces the math on whole lists, and guards on what it reads of the object.
-            return functools.partial(self.function, instance)  # type: ignore[return-value, call-arg]
+            return functools.partial(self.function, instance)  # type: ignore[return-value, call-arg, arg-type]
         return bound_to(self, instance)
 
     def _traced_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
