@@ -52,7 +52,7 @@ def test_none_is_no_pytree_of_tensors():
 
 
 def test_a_list_on_the_meta_device_has_no_memory_to_pack():
-    with pytest.raises(ValueError, match="meta device.*no memory"):
+    with pytest.raises(ValueError, match=r"meta device.*no memory"):
         two(device="meta").pack()
 
 
