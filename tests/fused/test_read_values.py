@@ -71,7 +71,7 @@ module.rate = 2.0
         (lambda p: p.mul_(slotted.rate), slotted, "rate"),
         (lambda p: p.mul_(module.rate), module, "rate"),
     ],
-    ids=str,
+    ids=range(11),
 )
 def test_a_number_that_the_math_reads_is_read_at_each_call(monkeypatch, math, owner, name):
     function = st.fused(math)
@@ -218,7 +218,9 @@ def test_a_method_reads_the_numbers_of_its_object():
     assert scaled(a.apply) == 6
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "deepcopy", "pickle"]
+)
 def test_a_copy_of_an_object_has_a_method_of_its_own(copied):
     a = Scale()
     scaled(a.apply)
@@ -239,7 +241,7 @@ def test_an_object_that_keeps_nothing_refuses_a_fused_method():
         scaled(Small().apply)
 
 
-@pytest.mark.parametrize("value", [3, None, torch.ones(1)], ids=str)
+@pytest.mark.parametrize("value", [3, None, torch.ones(1)], ids=["int", "None", "tensor"])
 def test_what_is_no_function_is_refused(value):
     with pytest.raises(TypeError, match=r"st\.fused makes a function"):
         st.fused(value)
