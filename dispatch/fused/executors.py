@@ -166,7 +166,7 @@ class ExecutionPlan:
     is_compiled: bool = False
     """True once its kernels were compiled."""
     notes: list[str] = field(default_factory=list)
-    """What to log of the plan once it has run: an error of the user's comes without it."""
+    """The lines to log once the plan has run: an error of the user's comes without it."""
 
     def __post_init__(self) -> None:
         self.executor = self.groups[0][1] if len(self.groups) == 1 else None

@@ -63,7 +63,7 @@ SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each
 
 
 class _Variant:
-    """What was made for one combination of the values that a function reads besides its arguments."""
+    """The traces and plans for one combination of the values that a function reads besides its arguments."""
 
     def __init__(self) -> None:
         self.traces: dict[tuple[object, ...], Trace] = {}
