@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import optree
 import torch
@@ -165,6 +165,8 @@ class ExecutionPlan:
     """The executor that runs instead, element by element, when several groups share memory that is written."""
     is_compiled: bool = False
     """True once its kernels were compiled."""
+    notes: list[str] = field(default_factory=list)
+    """The lines to log once the plan has run: an error of the user's comes without it."""
 
     def __post_init__(self) -> None:
         self.executor = self.groups[0][1] if len(self.groups) == 1 else None
@@ -188,6 +190,12 @@ class ExecutionPlan:
         if not self.is_compiled:
             self.is_compiled = True
             compile_together([executor.grid for _, executor in self.groups if executor.grid is not None])
+
+    def log(self) -> None:
+        """Log the notes, the first time."""
+        for note in self.notes:
+            logger.info("%s", note)
+        self.notes.clear()
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Return whether a group writes memory of another one, or an element that of another."""

@@ -38,6 +38,7 @@ from subtensors.dispatch.fused.executors import (
     TorchExecutor,
     select_rows,
 )
+from subtensors.dispatch.fused.read_values import ReadValues
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     BroadcastColumn,
@@ -61,6 +62,16 @@ logger = logging.getLogger("subtensors.fused")
 SHARED_ADVICE = "each would write it in turn; pass a list with a tensor for each element, or update it outside"
 
 
+class _Variant:
+    """The traces and plans for one combination of the values that a function reads besides its arguments."""
+
+    def __init__(self) -> None:
+        self.traces: dict[tuple[object, ...], Trace] = {}
+        self.plans: dict[tuple[object, ...], list[ExecutionPlan]] = {}
+        self.edition = object()
+        """A new object whenever kernels are replaced."""
+
+
 class FusedFunction:
     """One function of single-tensor math, with the traces, kernels and plans of the calls seen so far.
 
@@ -81,6 +92,8 @@ class FusedFunction:
 
     MAX_PLANS = 32
     """Plans kept for a key; lists of other shapes are planned again."""
+    MAX_VARIANTS = 32
+    """The most combinations of values besides its arguments that a function is traced for."""
 
     def __init__(
         self, function: Callable[..., PyTree], tiling: Tiling | None = None, exchange: Exchange | None = None
@@ -90,11 +103,12 @@ class FusedFunction:
         self.tiling, self.exchange = tiling, exchange
         self.traces = 0
         """The number of times the function was traced."""
-        self._traces: dict[tuple[object, ...], Trace] = {}
         self._kernels: dict[tuple[object, ...], KernelSet] = {}
-        self._plans: dict[tuple[object, ...], list[ExecutionPlan]] = {}
-        self._edition = object()
-        """A new object whenever kernels are replaced."""
+        self._values: ReadValues | None = None
+        """The values besides its arguments that the function read at the last call."""
+        self._variants: dict[tuple[object, ...], _Variant] = {}
+        self._variant = _Variant()
+        """The traces and plans for these values."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply the function to every element.
@@ -116,9 +130,10 @@ class FusedFunction:
             call: the call.
             prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
         """
+        self.check_values()
         columns = call.columns(self.name)
         launch = call.launches.last
-        if launch is not None and launch.repeat(call, self._edition, columns, prelude):
+        if launch is not None and launch.repeat(call, self._variant.edition, columns, prelude):
             return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
@@ -126,8 +141,9 @@ class FusedFunction:
             if prelude is None:
                 plan.compile()
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            plan.log()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
-                call.launches.store(call, self._edition, columns, plan.guards, executor)
+                call.launches.store(call, self._variant.edition, columns, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
         if prelude is not None:
             prelude.launch()
@@ -138,10 +154,12 @@ class FusedFunction:
         else:
             plan.compile()
             leaves = plan.run_groups(columns, call.numbers())
+            plan.log()
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
         """Describe what a call with these arguments runs, without running it."""
+        self.check_values()
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
@@ -161,6 +179,7 @@ class FusedFunction:
         Returns:
             For each device and program that the call runs there, its tiling.
         """
+        self.check_values()
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         chosen: dict[str, Tiling] = {}
@@ -182,9 +201,10 @@ class FusedFunction:
 
     def _drop(self, kernels: KernelSet) -> None:
         """Drop kernels and every plan that launches them."""
-        self._edition = object()
         self._kernels = {key: known for key, known in self._kernels.items() if known is not kernels}
-        for plans in self._plans.values():
+        for variant in self._variants.values():
+            variant.edition = object()
+        for plans in (plans for variant in self._variants.values() for plans in variant.plans.values()):
             plans[:] = [p for p in plans if all(getattr(g, "kernels", None) is not kernels for _, g in p.groups)]
 
     def writes(self, *args: PyTree, **kwargs: PyTree) -> tuple[int, ...] | None:
@@ -220,13 +240,58 @@ class FusedFunction:
             if isinstance(operand, Scalar)
         )
 
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the function reads numbers, strings and the like besides its arguments."""
+        self.check_values()
+        return self._values is not None and self._values.has_plain
+
+    def check_values(self) -> None:
+        """Read the values besides its arguments that the function reads: where they changed, it is traced anew."""
+        if self._values is None or not self._values.hold():
+            self._read_values()
+
+    def _read_values(self) -> None:
+        values = ReadValues(self.function)
+        variant = self._variants.get(values.key)
+        if variant is None:
+            if not self._variant.traces:
+                # Nothing was traced for the last values, and plans without traces fit all.
+                self._variants = {key: known for key, known in self._variants.items() if known is not self._variant}
+                variant = self._variant
+            elif len(self._variants) >= self.MAX_VARIANTS:
+                name = (self._values or values).first_difference(values) or "what it reads"
+                raise RuleError(
+                    f"{self.name} was traced for {self.MAX_VARIANTS} values of what it reads besides its arguments, "
+                    f"the last of {values.describe(name)}\n  instead: pass it as an argument: a number that is an "
+                    "argument may change at each call"
+                )
+            else:
+                variant = _Variant()
+            self._variants[values.key] = variant
+        self._values, self._variant = values, variant
+
+    def _refuse_own_writes(self) -> None:
+        """Raise RuleError where a trace changed a number or the like that the function reads."""
+        if self._values is None or self._values.hold():
+            return
+        values = ReadValues(self.function)
+        if name := self._values.first_difference(values, only_plain=True):
+            raise RuleError(
+                f"{self.name} changes {values.describe(name)}\n  which it does once, when it is traced, and not at "
+                "each call\n  instead: change it outside"
+            )
+        self._values = values
+        self._variants[values.key] = self._variant
+
     def _first_trace(self, call: FusedCall) -> Trace:
+        self.check_values()
         columns = call.columns(self.name)
         return self._trace(call, execution_key([c[0] for c in columns], columns))
 
     def _plan(self, call: FusedCall, columns: Columns) -> tuple[ExecutionPlan, Addresses]:
         """The plan that fits, and the addresses of the columns as far as its guards read them."""
-        plans = self._plans.setdefault(call.key, [])
+        plans = self._variant.plans.setdefault(call.key, [])
         for plan in plans:
             addresses = plan.match(columns)
             if addresses is not None:
@@ -256,14 +321,15 @@ class FusedFunction:
                 merged.setdefault(replace(key, copies=copies), []).extend(indices)
             elements = {key: sorted(indices) for key, indices in merged.items()}
         groups: list[tuple[list[int], Executor]] = []
+        notes: list[str] = []
         for key, indices in elements.items():
             part = columns if len(indices) == count else select_rows(columns, indices)
             executor = self._make_executor(call, key, part)
             groups.append((indices, executor))
             if executor.reason:
-                logger.info("%s: %d of %d elements run as %s", self.name, len(indices), count, executor.describe())
+                notes.append(f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}")
         fallback = EagerExecutor(self._function_of(call), "groups of elements overlap in memory")
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback)
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, notes=notes)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
         fallback = EagerExecutor(
@@ -294,13 +360,16 @@ class FusedFunction:
 
     def _trace(self, call: FusedCall, key: ExecutionKey) -> Trace:
         trace_key = (call.key, key.parameters, key.device)
-        if trace_key not in self._traces:
-            self._traces[trace_key] = trace(
+        known = self._variant.traces.get(trace_key)
+        if known is None:
+            known = trace(
                 self.function, key.parameters, call.signature.number_types, call.replace, torch.device(key.device)
             )
+            self._refuse_own_writes()
+            self._variant.traces[trace_key] = known
             self.traces += 1
-            logger.debug("traced %s", self._traces[trace_key].program)
-        return self._traces[trace_key]
+            logger.debug("traced %s", known.program)
+        return known
 
     def _function_of(self, call: FusedCall) -> Callable[[Sequence[Tensor], Sequence[float]], PyTree]:
         """The function of one element's tensors and the call's numbers, with the static values of this call."""

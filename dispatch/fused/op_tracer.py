@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
 from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
 from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, EXAMPLE_SHAPES, ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.symbolic_scalars import expression_of
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -30,9 +31,6 @@ from subtensors.kernels.fused.program import (
     Shape,
     call_form,
 )
-
-if TYPE_CHECKING:
-    import sympy
 
 aten = torch.ops.aten
 
@@ -56,7 +54,8 @@ class OpTracer(TorchDispatchMode):
     device: torch.device
     parameters: tuple[Parameter, ...]
     instructions: list[Instruction] = field(default_factory=list)
-    scalars: dict[sympy.Expr, Scalar] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    """Expression of the call's numbers -> the dynamic scalar that it is."""
     unlowered: list[str] = field(default_factory=list)
     values: dict[tuple[Instruction, str], int] = field(default_factory=dict)
     """Instruction, and the text of its operands -> its value: the same math is done once."""
@@ -82,6 +81,7 @@ class OpTracer(TorchDispatchMode):
     def _apply(self, func: OpOverload, arguments: list[PyTree]) -> PyTree:
         self._check_blocks(func, arguments)
         if not self.depth:
+            self._check_devices(func, arguments)
             self._check_kernel(func, arguments)
         if func in EXPANSIONS:
             # Torch's own checks: an expansion may return a result where the op refuses its arguments.
@@ -211,6 +211,24 @@ class OpTracer(TorchDispatchMode):
         if Shape.PER_BLOCK in shapes and not (is_moved or is_quantization):
             refuse(f"{func} takes numbers per block", "quantize and dequantize elements with them, and store them")
 
+    def _check_devices(self, func: OpOverload, arguments: list[PyTree]) -> None:
+        """Refuse numbers on the host beside tensors on a device where torch has no kernel that takes both."""
+        operands = [arguments[i] for i in _ON_ONE_DEVICE.get(func, ()) if isinstance(arguments[i], ProxyTensor)]
+        if len({self._is_on_host(x.slot.value) for x in operands}) > 1:
+            refuse(
+                f"{func} takes tensors on one device, and got a 0-d CPU tensor beside tensors on {self.device}",
+                "move it there before the call, or pass a Python number",
+            )
+
+    def _is_on_host(self, value: int) -> bool:
+        """Return whether torch would compute this value on the CPU, though the elements are on a device."""
+        first = len(self.parameters)
+        if value < first:
+            return self.parameters[value].on_host
+        step = self.instructions[value - first]
+        operands = [a.index for a in step.args if isinstance(a, Ref)]
+        return bool(operands) and all(map(self._is_on_host, operands))
+
     def _check_kernel(self, func: OpOverload, arguments: list[PyTree]) -> None:
         """Refuse integers where torch has no kernel for them, though a decomposition would return a result."""
         integral = INTEGERS | {torch.bool}
@@ -284,11 +302,18 @@ class OpTracer(TorchDispatchMode):
         if isinstance(argument, ProxyTensor):
             return Ref(argument.slot.value)
         if isinstance(argument, torch.SymFloat | torch.SymInt):
-            expression = ops.sympy_expression(argument)
+            expression = expression_of(argument)
             kind: type[float] | type[int] = float if isinstance(argument, torch.SymFloat) else int
             return self.scalars.setdefault(expression, Scalar(len(self.scalars), kind))
         return tuple(argument) if isinstance(argument, list) else argument
 
+
+_ON_ONE_DEVICE = {
+    aten.masked_fill.Scalar: (0, 1),
+    aten.masked_fill.Tensor: (0, 1),
+    aten.clamp.Tensor: (0, 1, 2),
+}
+"""Overload -> the operands that torch takes on one device only; other pointwise ops take 0-d CPU tensors."""
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.view_as.default}
 _TO = torch.ops.prims.convert_element_type.default

@@ -16,9 +16,9 @@ import torch
 from subtensors.dispatch.fused.errors import name_of, source_line
 from subtensors.dispatch.fused.op_tracer import OpTracer
 from subtensors.dispatch.fused.proxies import ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.symbolic_scalars import ValueNeeded, compile_expression, symbolic_scalar
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import ops
 from subtensors.kernels.fused.program import Parameter, Program, Shape
 
 
@@ -68,9 +68,8 @@ def trace(
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
     tracer = OpTracer(device, tuple(parameters))
-    scalars = ops.SymbolicScalars()
     proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
-    args, kwargs = replace(proxies, [scalars.new(kind) for kind in numbers])
+    args, kwargs = replace(proxies, [symbolic_scalar(i, kind) for i, kind in enumerate(numbers)])
     with torch.no_grad(), tracer, _errors_with_source():
         result = function(*args, **kwargs)
     outputs: list[int] = []
@@ -83,9 +82,8 @@ def trace(
         stores={i: s.slot.value for i, s in enumerate(proxies) if s.slot.value != i},
         outputs=tuple(outputs),
     )
-    evaluators = tuple(scalars.compile(expression) for expression in tracer.scalars)
-    expressions = tuple(map(str, tracer.scalars))
-    return Trace(program, evaluators, expressions, results, tuple(dict.fromkeys(tracer.unlowered)))
+    evaluators = tuple(compile_expression(expression, len(numbers)) for expression in tracer.scalars)
+    return Trace(program, evaluators, tuple(tracer.scalars), results, tuple(dict.fromkeys(tracer.unlowered)))
 
 
 @contextmanager
@@ -93,7 +91,7 @@ def _errors_with_source() -> Iterator[None]:
     """A context that adds the line of the user's source to errors."""
     try:
         yield
-    except ops.data_dependent_error() as error:
+    except ValueNeeded as error:
         raise RuleError(
             "this math cannot be fused: it needs the value of a Python number while it is traced "
             f"(an `if`, `max`, `math.sqrt` or `float()` on it)\n  at {_line_of(error)}\n"

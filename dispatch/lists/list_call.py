@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import optree
 import torch
@@ -25,6 +25,7 @@ class ElementList(Protocol):
         """The elements."""
 
 
+T = TypeVar("T")
 ListT = TypeVar("ListT", bound=ElementList, covariant=True)
 
 
@@ -71,17 +72,47 @@ def list_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, list_type
     return ListCall(func, args, kwargs, leaves, spec, positions)
 
 
+class PerElement(list[T]):
+    """A list of what each element of a TensorList gives, such as its shape; refuses to pass for one tensor's.
+
+    Functions that compute with `x.dim()` or `x.device.type` expect one tensor.
+
+    Example:
+        >>> PerElement([2, 3]) == [2, 3]
+        True
+        >>> -PerElement([2, 3])
+        Traceback (most recent call last):
+        ...
+        TypeError: a function of one tensor was given a TensorList: it reads a property that each of the 2 elements ...
+    """
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(
+            f"a function of one tensor was given a TensorList: it reads a property that each of the {len(self)} "
+            "elements has its own value of; call it for each element, [f(t) for t in x], or hand it x.tree()"
+        )
+
+    __neg__ = __pos__ = __abs__ = __index__ = __int__ = __float__ = __invert__ = _refuse
+    __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
+    __hash__ = _refuse  # type: ignore[assignment]
+    type = property(_refuse)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return list, (list(self),)
+
+
 def gather(results: Sequence[PyTree], wrap: Callable[[list[torch.Tensor]], PyTree]) -> PyTree:
     """Gather the results of all elements into one value.
 
     Tensors become `wrap(tensors)`; tuples, lists and dicts of one shape become that container of gathered parts
-    (`torch.return_types.max` stays one); anything else is the plain list of results.
+    (`torch.return_types.max` stays one); anything else is the list of results.
     """
     first = results[0]
     if all(isinstance(r, torch.Tensor) for r in results):
         return wrap(list(results))
     if not _holds_tensor(first) or any(type(r) is not type(first) or len(r) != len(first) for r in results):
-        return list(results)
+        return PerElement(results)
     if isinstance(first, dict):
         return {key: gather([r[key] for r in results], wrap) for key in first}
     parts = [gather(part, wrap) for part in zip(*results, strict=True)]

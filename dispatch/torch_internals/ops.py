@@ -1,23 +1,18 @@
-"""Private torch APIs of ops, symbols, shards and the compiler: one function each, with the versions checked."""
+"""Private torch APIs of ops, shards and the compiler: one function each, with the versions checked."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 from torch.optim import optimizer as _optimizers
 
 from subtensors.dispatch.torch_internals.requires import requires
-
-if TYPE_CHECKING:
-    import sympy
 
 
 @requires("torch._decomp.decomposition_table", "torch._ops.OpOverload._can_decompose")
@@ -42,58 +37,6 @@ def computation_dtype(*args: torch.Tensor | float | None) -> torch.dtype:
 
     _, promoted = elementwise_dtypes(*args, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH)
     return promoted
-
-
-class SymbolicScalars:
-    """Python numbers whose values a trace must not read: torch's unbacked SymFloat and SymInt.
-
-    Checked on 2.11, 2.13.
-    """
-
-    @requires("torch.fx.experimental.symbolic_shapes.ShapeEnv")
-    def __init__(self) -> None:
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self._env = ShapeEnv()
-        # It would log the source line where each number was made, and import all of inductor for that.
-        vars(self._env).update(
-            _get_stack_summary=lambda *_, **__: (None, ""), _log_create_unbacked_symbol=lambda *_, **__: None
-        )
-        self.symbols: list[sympy.Symbol] = []
-
-    def new(self, kind: type[float] | type[int]) -> torch.SymFloat | torch.SymInt:
-        """Make a number: arithmetic on it is recorded, a Python decision raises `data_dependent_error()`."""
-        number = self._env.create_unbacked_symfloat() if kind is float else self._env.create_unbacked_symint()
-        self.symbols.append(number.node.expr)
-        return number
-
-    @requires("torch.utils._sympy.printers.PythonPrinter")
-    def compile(self, expression: sympy.Expr) -> Callable[[Sequence[float]], float]:
-        """Return a function from the numbers' values, in order, to the value of an expression of them."""
-        from torch.utils._sympy.printers import PythonPrinter
-
-        if expression in self.symbols:
-            return itemgetter(self.symbols.index(expression))
-        import sympy
-
-        names = {symbol: sympy.Symbol(f"x{i}") for i, symbol in enumerate(self.symbols)}
-        source = PythonPrinter().doprint(expression.xreplace(names))
-        arguments = ", ".join(f"x{i}" for i in range(len(self.symbols)))
-        function = eval(f"lambda {arguments}: {source}", {"math": math, "torch": torch})
-        return lambda values: function(*values)  # type: ignore[no-any-return]
-
-
-@requires("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
-def data_dependent_error() -> type[Exception]:
-    """Return the exception of a Python decision that needs a dynamic scalar's value. Checked on 2.11, 2.13."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return GuardOnDataDependentSymNode
-
-
-def sympy_expression(number: torch.SymFloat | torch.SymInt) -> sympy.Expr:
-    """Return the sympy expression behind a dynamic scalar. Checked on 2.11, 2.13."""
-    return number.node.expr  # type: ignore[no-any-return]
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:

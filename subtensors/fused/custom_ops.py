@@ -17,6 +17,7 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.lists.list_call import ListCall
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import RULES
@@ -94,11 +95,16 @@ torch.library.define(
 def _run(
     signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
-    fusion, kinds, *_ = compiled_calls[signature]
+    fusion, kinds, _, written, _ = compiled_calls[signature]
     numeric = [k[0] for k in kinds if k[0] in ("float", "int")]
     scalars = [float(n) if k == "float" else int(n) for n, k in zip(numbers, numeric, strict=True)]
     args, kwargs = _arguments(signature, count, writes, reads, scalars, spread=True)
     with torch.no_grad():
+        if fusion.reads_values and fusion.writes(*args, **kwargs) != written:
+            raise RuleError(
+                f"{fusion.name} writes to other arguments than when it was compiled, since a value "
+                "that it reads changed: pass that value as an argument"
+            )
         fusion(*args, **kwargs)
 
 
@@ -129,9 +135,11 @@ def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor
 def _on_lists(call: ListCall[TensorList]) -> None:
     """The call on lists: the math itself on packed lists, one op on all elements of other lists."""
     signature, writes, reads, numbers = call.args
-    if compiled_calls[signature].is_traceable and all(x.arena is not None for x in call.lists):
+    traced = compiled_calls[signature]
+    # A compiled graph would keep the values that the math reads; the op reads them at each call.
+    if traced.is_traceable and not traced.fusion.reads_values and all(x.arena is not None for x in call.lists):
         args, kwargs = _arguments(signature, 1, writes, reads, numbers, spread=False)
-        compiled_calls[signature].fusion.function(*args, **kwargs)
+        traced.fusion.function(*args, **kwargs)
         return
     count = len(call.lists[0].tensors)
 

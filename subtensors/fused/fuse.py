@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
@@ -45,6 +46,15 @@ class Fused(Generic[P, R]):
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
         return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]
+
+    def __get__(self, instance: object, owner: type | None = None) -> Fused[..., R]:
+        """The method of an object: fused math of its own, whose `self` is the object."""
+        if instance is None:
+            return self
+        if torch.compiler.is_compiling():
+            # The compiler traces the math on whole lists, and guards on what it reads of the object.
+            return functools.partial(self.function, instance)  # type: ignore[return-value, call-arg, arg-type]
+        return bound_to(self, instance)
 
     def _traced_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The call as `torch.compile` traces it: one op on the lists, or the math itself when it returns tensors."""
@@ -96,6 +106,39 @@ class Fused(Generic[P, R]):
         return self.fusion.traces
 
 
+def bound_to(method: Fused[P, R], instance: object) -> Fused[..., R]:
+    """The method of this object, made once and kept in its dict, so that both end together."""
+    key = f"_fused_{method.fusion.name}"
+    try:
+        kept = instance.__dict__
+    except AttributeError:
+        raise TypeError(
+            f"{method.fusion.name} is fused math in a class without __dict__: its objects can't keep their kernels; "
+            "fuse a function that takes the numbers as arguments"
+        ) from None
+    known = kept.get(key)
+    if not isinstance(known, BoundFused) or known.instance is not instance or known.method is not method:
+        known = kept[key] = BoundFused(method, instance)
+    return known
+
+
+class BoundFused(Fused[P, R]):
+    """Fused math that is a method of one object.
+
+    Args:
+        method: the function of its class.
+        instance: the object.
+    """
+
+    def __init__(self, method: Fused[..., R], instance: object) -> None:
+        super().__init__(types.MethodType(method.function, instance))
+        self.method, self.instance = method, instance
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the object gets a method of its own.
+        return getattr, (self.instance, self.method.fusion.name)
+
+
 def fused(function: Callable[P, R]) -> Fused[P, R]:
     """Make a function of single-tensor math run as one kernel over lists of tensors.
 
@@ -128,6 +171,10 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
         >>> p["b"]
         tensor([-0.5000, -0.5000, -0.5000])
     """
+    if isinstance(function, staticmethod | classmethod):
+        raise TypeError(f"st.fused goes below @{type(function).__name__}, next to the function")
+    if not callable(function):
+        raise TypeError(f"st.fused makes a function of tensors run over lists; got {type(function).__name__}")
     return Fused(function)
 
 

@@ -161,6 +161,12 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
     Raises:
         ValueError: two elements overlap in memory without being the same, or one is not a strided torch tensor.
     """
+    for index, t in enumerate(tensors):
+        if t.is_meta:
+            raise ValueError(
+                f"pack() can't move {leaf_name(treespec, index)}: it is on the meta device, where tensors have no "
+                "memory; pack the list on a device with memory"
+            )
     ties = _ties(tensors, treespec)
     keys: dict[tuple[torch.device, torch.dtype], int] = {}
     sizes: list[int] = []

@@ -94,6 +94,9 @@ def plan(call: Call) -> ListPlan:
         return ListPlan(lambda: "nothing to do: the list is empty", lambda: _empty_result(call))
     if (layout := _common_layout(lists)) is not None and _can_run_on_flats(call, layout):
         return ListPlan(lambda: _describe_flats(layout), lambda: _run_on_flats(call, layout))
+    if _is_recorded(call):
+        # The elements of a foreach or batched call share a graph node, and one's backward would free all.
+        return ListPlan(lambda: "mapped element by element", lambda: _map(call))
     if foreach := foreach_call(call):
         return ListPlan(foreach.describe, lambda: _gather_lists(foreach.run() or lists[0].tensors, lists))
     if batched := batched_call(call):
@@ -137,6 +140,14 @@ def _common_layout(lists: Sequence[TensorList]) -> PackedLayout | None:
     if any(x._layout is not lists[0]._layout for x in lists):
         return None
     return lists[0]._layout if all(x.arena is not None for x in lists) else None
+
+
+def _is_recorded(call: Call) -> bool:
+    """Return whether autograd records the call."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (t for x in call.leaves for t in (x.elements() if _is_list(x) else [x]))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _can_run_on_flats(call: Call, layout: PackedLayout) -> bool:

@@ -64,6 +64,8 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
     """
+    if tree is None:
+        raise TypeError("TensorList takes a pytree of tensors; got None. An empty list is TensorList([])")
     leaves: list[PyTree]
     leaves, spec = optree.tree_flatten(tree)
     for index, leaf in enumerate(leaves):

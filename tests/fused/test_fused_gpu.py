@@ -331,7 +331,7 @@ def test_a_0d_cpu_tensor_is_passed_with_the_dynamic_scalars() -> None:
         fusion(p, torch.tensor(value))
     for a, e in zip(p, expected, strict=True):
         torch.testing.assert_close(a, e)
-    (plans,) = fusion._plans.values()
+    (plans,) = fusion._variant.plans.values()
     assert all(isinstance(g, TritonExecutor) for plan in plans for _, g in plan.groups)
 
 

@@ -40,7 +40,7 @@ def _run(op: Function, sample: Any, lowering: Lowering) -> tuple[str, str]:
         # An error that is not our own refusal must name the source line.
         says_where = isinstance(error, TypeError) or "while the math was traced" in str(getattr(error, "__notes__", ""))
         return "raised", "" if says_where else repr(error)
-    groups = [type(g).__name__ for plans in fusion._plans.values() for plan in plans for _, g in plan.groups]
+    groups = [type(g).__name__ for plans in fusion._variant.plans.values() for plan in plans for _, g in plan.groups]
     if groups == ["EagerExecutor"]:
         return groups[0], ""  # the op itself ran
     wanted = expected(op, *before)

@@ -383,7 +383,7 @@ def test_every_formula_of_the_table_is_tested() -> None:
             for dtype in dtypes[:1]:
                 fusion = FusedFunction(function)
                 fusion(*[TensorColumn([special_values(dtype)])] * count)
-                (traced,) = fusion._traces.values()
+                (traced,) = fusion._variant.traces.values()
                 recorded |= {step.name for step in traced.program.instructions}
     # The formulas of in-place updates, st.stochastic_round_ and 8-bit state are tested elsewhere.
     assert names - recorded <= {"convert_element_type", "stochastic_round", *blockwise.OPS}

@@ -95,7 +95,7 @@ def change_a_number(pair: Pair) -> None:
 
 
 def tune(pair: Pair) -> None:
-    pair.optimizer._fusion._edition = object()  # as after a replacement of kernels
+    pair.optimizer._fusion._variant.edition = object()  # as after a replacement of kernels
 
 
 @each_kernel_lowering

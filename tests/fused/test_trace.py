@@ -180,7 +180,7 @@ def test_views_that_keep_any_shape_are_aliases_of_their_input() -> None:
 def program_of(function: Callable[..., Any], *args: Any) -> Any:
     fusion = FusedFunction(function)
     fusion(*args)
-    (traced,) = fusion._traces.values()
+    (traced,) = fusion._variant.traces.values()
     return traced.program
 
 

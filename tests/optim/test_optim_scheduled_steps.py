@@ -15,7 +15,7 @@ from subtensors.dispatch.fused.triton_executor import TritonExecutor
 
 def made(fusion: FusedFunction) -> dict[str, Any]:
     """What there is of each thing that a step could make anew."""
-    groups = [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
+    groups = [group for plans in fusion._variant.plans.values() for plan in plans for _, group in plan.groups]
     kernels = [kernel for built in fusion._kernels.values() for kernel in built.kernels]
     return {
         "traces": fusion.traces,

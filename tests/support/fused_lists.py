@@ -34,7 +34,7 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *, lr: float,
 
 
 def groups(fusion: FusedFunction) -> list[Any]:
-    return [group for plans in fusion._plans.values() for plan in plans for _, group in plan.groups]
+    return [group for plans in fusion._variant.plans.values() for plan in plans for _, group in plan.groups]
 
 
 def tables(fusion: FusedFunction) -> int:

@@ -199,7 +199,7 @@ def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Trace:
     """The trace of the function, from a call of it."""
     fusion = FusedFunction(function)
     fusion(*args, **kwargs)
-    (found,) = fusion._traces.values()
+    (found,) = fusion._variant.traces.values()
     return found
 
 
