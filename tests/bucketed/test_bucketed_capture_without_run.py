@@ -144,17 +144,6 @@ def test_results_belong_to_the_caller_from_the_first_replay_on(device: str, pool
 
 
 @torch.no_grad()
-def test_new_sizes_read_a_replaced_parameter(device: str, pools: list[PretendPool]) -> None:
-    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
-    run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}})
-    run(data(5, device))
-    net.weight = nn.Parameter(torch.randn(3, 3, device=device, dtype=torch.float64))
-    for n in (30, 5, 12, 30, 5):
-        x = data(n, device)
-        torch.testing.assert_close(run(x), net(x).softmax(1))
-
-
-@torch.no_grad()
 def test_a_program_that_replaces_its_buffers_has_no_graph(device: str, pools: list[PretendPool]) -> None:
     class Replacing(nn.Module):
         def __init__(self) -> None:

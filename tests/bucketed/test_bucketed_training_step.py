@@ -84,23 +84,6 @@ def test_an_earlier_loss_may_be_alive_and_learning_rates_may_change(device: str,
     assert earlier.requires_grad
 
 
-def test_state_that_was_loaded_is_what_the_next_step_continues_from(device: str) -> None:
-    net, alone = Net(device), Net(device)
-    own, other = (st.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, alone))
-    run, plain = st.bucketed(step_of(net, own), DIMS), step_of(alone, other)
-    for i in range(6):
-        x = rows(5, device)
-        run(x), plain(x)
-        if i == 3:
-            for opt in (own, other):
-                saved = opt.state_dict()
-                for entry in saved["state"].values():
-                    entry["momentum_buffer"] = entry["momentum_buffer"].neg()
-                opt.load_state_dict(saved)
-        same_weights(net, alone)
-    assert run.stats().hits == 4
-
-
 def test_backward_through_a_loss_from_before_a_step_is_refused_as_in_torch(device: str) -> None:
     net = Net(device)
     run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1)), DIMS)
