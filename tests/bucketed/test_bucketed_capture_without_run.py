@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
-
-SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 @pytest.fixture

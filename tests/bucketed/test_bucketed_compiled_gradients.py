@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bucketed_rows import assert_same_gradients
 from torch import Tensor, nn
 
 import subtensors as st
@@ -47,10 +48,7 @@ def batch(n: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def check(net: nn.Module, alone: nn.Module) -> None:
-    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-10)
+    assert_same_gradients(net, alone, rtol=1e-8, atol=1e-10)
 
 
 def codes(run: Any) -> list[bool]:

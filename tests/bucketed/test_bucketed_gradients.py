@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bucketed_rows import SEQ, assert_same_gradients
 from reordered_sums import orders
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
-
-SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 class Net(nn.Module):
@@ -65,7 +64,7 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
         torch.testing.assert_close(loss, wanted)
         loss.backward()
         wanted.backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     stats = run.stats()
     assert stats.hits == 4
     assert not stats.fallbacks
@@ -79,7 +78,7 @@ def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
         ids, labels = tokens(n, device), tokens(n, device)
         run(ids, labels).backward()
         alone(ids, labels).backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
         if i % 3 == 2:
             net.zero_grad()
             alone.zero_grad()
@@ -108,7 +107,7 @@ def test_results_may_be_written_to(device: str) -> None:
         ids = tokens(n, device)
         for model in (run, alone):
             model(ids).mul_(2).add_(1).square().sum().backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 def test_two_calls_in_one_loss(device: str) -> None:
@@ -119,7 +118,7 @@ def test_two_calls_in_one_loss(device: str) -> None:
         for model in (run, alone):
             loss = sum(model(*batch) for batch in batches)
             loss.backward()  # type: ignore[union-attr]
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     assert sum(b.replayed_again for b in run.stats().buckets) > 0
 
 
@@ -169,7 +168,7 @@ def test_buffers_are_written_once_a_call(device: str) -> None:
         (alone(x) ** 2).sum().backward()
         torch.testing.assert_close(net.running_mean, alone.running_mean)
         assert net.num_batches_tracked == alone.num_batches_tracked
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -191,7 +190,7 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
         x, cotangent = (torch.randn(n, 3, dtype=torch.float64, device=device) for _ in range(2))
         for model in (run, alone):
             model(x).backward(cotangent)
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
         torch.testing.assert_close(net.seen, alone.seen)
     assert run.stats().hits == 2
 
@@ -205,7 +204,7 @@ def test_results_of_data_dependent_size_have_their_gradients(device: str) -> Non
         torch.testing.assert_close(found, expected)
         found.square().sum().backward()
         expected.square().sum().backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 def test_no_backward_is_captured_without_grad(device: str) -> None:
@@ -292,7 +291,7 @@ def test_an_earlier_loss_may_be_alive(device: str) -> None:
         kept.append(loss.sum())
         loss.backward(retain_graph=True)
         wanted.backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     assert run.stats().hits == 3
     earlier.backward()
     assert not run.stats().fallbacks
@@ -353,7 +352,7 @@ def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: st
         ids, labels = tokens(n, device), tokens(n, device)
         for model in (run, alone):
             checkpoint(model, ids, labels, use_reentrant=False).backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     stats = run.stats()
     # That a forward is replayed again for a checkpoint is no call's.
     assert (stats.hits, [b.sizes["seq"] for b in stats.buckets]) == (3, [24])

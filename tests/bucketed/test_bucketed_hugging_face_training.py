@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from small_models import bert, gpt2, llama, t5
 from torch import Tensor
 
@@ -13,7 +14,6 @@ import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
 
-SEQ = st.Dim("seq", max=32, buckets=8)
 ANSWER = st.Dim("answer", max=32, buckets=8)
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": lambda: bert("ForTokenClassification"), "t5": t5}
 

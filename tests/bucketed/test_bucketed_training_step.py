@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from bucketed_rows import assert_same
+from bucketed_rows import DIMS, assert_same, assert_same_gradients
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.bucket import capture_modes
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
 
 
 class Net(nn.Module):
@@ -110,8 +107,7 @@ def test_gradients_that_a_program_accumulates_are_added_in_place(device: str) ->
     for i, n in enumerate((5, 6, 20, 7, 18, 8)):
         x = rows(n, device)
         torch.testing.assert_close(run(x), plain(x))
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(net, alone)
         if i == 3:
             for model in (net, alone):
                 model.zero_grad(set_to_none=False)
@@ -121,8 +117,7 @@ def test_gradients_that_a_program_accumulates_are_added_in_place(device: str) ->
         model.zero_grad()
     x = rows(5, device)
     run(x), plain(x)
-    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        assert_same(p.grad, q.grad)
+    assert_same_gradients(net, alone)
     assert len(run.stats().fallbacks) == (1 if device == "cuda" else 0)
 
 
@@ -192,8 +187,7 @@ def test_a_step_that_returns_an_undetached_loss_is_taken_once_per_call(device: s
         x = rows(n, device)
         torch.testing.assert_close(run(x), plain(x))
         same_weights(net, alone)
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(net, alone)
     reason = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
     assert run.stats().fallbacks == {reason: 2}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucketed_rows import DIMS, SEQ, assert_same, rows
+from bucketed_rows import DIMS, SEQ, assert_same, assert_same_gradients, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -174,8 +174,7 @@ def test_autograd_functions_see_requires_grad_of_their_arguments(device: str, na
         run(x).square().sum().backward()
         FUNCTIONS[name](theirs, y).square().sum().backward()
         assert_same(x.grad, y.grad)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(ours, theirs)
     if "checkpoint" not in name:
         assert not run.stats().fallbacks
 

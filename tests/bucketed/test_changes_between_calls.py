@@ -9,7 +9,7 @@ import pytest
 import torch
 from bucketed_change_cases import CASES, everywhere
 from bucketed_changes import Case, Change, Then
-from bucketed_rows import DIMS, SEQ, assert_same, rows
+from bucketed_rows import DIMS, SEQ, assert_same, assert_same_gradients, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
 
@@ -130,9 +130,6 @@ def test_parameters_frozen_between_calls_get_no_gradients(device: str) -> None:
             for i, p in enumerate(net.parameters()):
                 p.requires_grad_(i not in frozen)
             call(x).square().sum().backward()
-        for p, q in zip(*[net.parameters() for net in nets], strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                assert_same(p.grad, q.grad)
+        assert_same_gradients(*nets)
     # A graph for each set of what requires grad, which stays for when it is wanted again.
     assert run.stats().hits == 8 - 4
