@@ -47,10 +47,6 @@ def batch(n: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 11, (2, n), device=device), torch.randint(0, 11, (2, n), device=device)
 
 
-def check(net: nn.Module, alone: nn.Module) -> None:
-    assert_same_gradients(net, alone, rtol=1e-8, atol=1e-10)
-
-
 def codes(run: Any) -> list[bool]:
     """For each compilation of a runner: does it serve every size?"""
     kept = {id(b.gradients_code): b.gradients_code for b in run.graph_cache.buckets.values() if b.is_compiled}
@@ -64,7 +60,7 @@ def test_one_compilation_of_each_half_serves_every_bucket(device: str, options: 
         ids, labels = batch(n, device)
         for model in (run, alone):
             model(ids, labels).backward()
-        check(net, alone)
+        assert_same_gradients(net, alone, rtol=1e-8, atol=1e-10)
     stats = run.stats()
     assert [b.sizes["seq"] for b in stats.buckets] == [64, 40, 32, 16, 8]
     assert stats.hits == 3
@@ -182,7 +178,7 @@ def test_a_program_that_writes_to_its_buffers_runs_uncompiled(
             (alone(x) ** 2).sum().backward()
             torch.testing.assert_close(net.running_mean, alone.running_mean)
             assert net.num_batches_tracked == alone.num_batches_tracked
-            check(net, alone)
+            assert_same_gradients(net, alone, rtol=1e-8, atol=1e-10)
     assert "runs uncompiled" in caplog.text
     assert run.stats().hits == 2
 
@@ -204,7 +200,7 @@ def test_a_parameter_that_is_read_from_a_list_gets_its_gradient(device: str, opt
         x, cotangent = (torch.randn(n, 4, device=device, dtype=torch.float64) for _ in range(2))
         for model in (run, alone):
             model(x).backward(cotangent)
-        check(net, alone)
+        assert_same_gradients(net, alone, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("make", [pytest.param("torch", marks=pytest.mark.slow), "subtensors"])
