@@ -10,30 +10,13 @@ import torch
 import torch.nn.functional as F
 from bucketed_rows import SEQ, assert_same_gradients
 from reordered_sums import orders
+from small_models import TiedEmbedding
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
-
-
-class Net(nn.Module):
-    """Positions meet, so that padding would show in gradients."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 6)
-        self.inner = nn.Linear(6, 6)
-        self.unused = nn.Linear(2, 2)
-        self.to(device, torch.float64)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
-        h = self.inner(self.embed(ids)).tanh()
-        h = h * h.softmax(1) + h.mean(1, keepdim=True)
-        logits = h @ self.embed.weight.T
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 DIMS = {"ids": {1: SEQ}, "labels": {1: SEQ}}
@@ -56,7 +39,7 @@ def check(actual: list[Any], expected: list[Any]) -> None:
 
 
 def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 3, 8, 20, 7, 32, 20):
         ids, labels = tokens(n, device), tokens(n, device)
@@ -72,7 +55,7 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
 
 
 def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for i, n in enumerate((5, 12, 6, 20, 13, 5, 30, 21)):
         ids, labels = tokens(n, device), tokens(n, device)
@@ -86,7 +69,7 @@ def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
 
 
 def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(lambda x: (net.inner(x).softmax(1), {"sum": x.sum(1), "size": 7}), {"x": {1: SEQ}})
     for n in (3, 6, 10, 2, 9):
         x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
@@ -101,7 +84,7 @@ def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
 
 
 def test_results_may_be_written_to(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 6, 20, 7):
         ids = tokens(n, device)
@@ -111,7 +94,7 @@ def test_results_may_be_written_to(device: str) -> None:
 
 
 def test_two_calls_in_one_loss(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n, m in ((3, 9), (4, 5), (10, 2), (16, 15)):
         batches = [(tokens(k, device), tokens(k, device)) for k in (n, m)]
@@ -123,7 +106,7 @@ def test_two_calls_in_one_loss(device: str) -> None:
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     batch = tokens(5, device), tokens(5, device)
     run(*batch)
@@ -135,7 +118,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> Non
 
 
 def test_gradients_are_not_overwritten_by_the_next_bucket(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 20):
         run(tokens(n, device), tokens(n, device)).backward()
@@ -196,7 +179,7 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
 
 
 def test_results_of_data_dependent_size_have_their_gradients(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(lambda ids: net(ids)[ids > 4], {"ids": {1: SEQ}})
     for n in (5, 6, 20, 7):
         ids = tokens(n, device)
@@ -208,7 +191,7 @@ def test_results_of_data_dependent_size_have_their_gradients(device: str) -> Non
 
 
 def test_no_backward_is_captured_without_grad(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     ids = tokens(5, device)
     for _ in range(2):
@@ -221,7 +204,7 @@ def test_no_backward_is_captured_without_grad(device: str) -> None:
 
 @pytest.mark.parametrize("make", ["torch", "subtensors"])
 def test_a_training_step_is_one_graph(device: str, make: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
 
     def optimizer(model: nn.Module) -> Any:
         return (torch.optim.SGD if make == "torch" else st.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
@@ -248,8 +231,8 @@ def test_a_training_step_is_one_graph(device: str, make: str) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_autocast_and_a_loss_scale(device: str, autocast: bool) -> None:
-    net, exact = Net(device).float(), Net(device)
-    plain = [(Net(device).float(), order) for order in orders()]
+    net, exact = TiedEmbedding(device).float(), TiedEmbedding(device)
+    plain = [(TiedEmbedding(device).float(), order) for order in orders()]
     run = st.bucketed(net, DIMS)
     scaler = torch.amp.GradScaler(device, init_scale=128.0)
     for n in (5, 20, 6, 17, 8):
@@ -281,7 +264,7 @@ def norm(net: nn.Module) -> float:
 
 def test_an_earlier_loss_may_be_alive(device: str) -> None:
     """While its graph is, the parameters' nodes belong to the stream that it was made on."""
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     earlier = net(tokens(4, device), tokens(4, device))
     run = st.bucketed(net, DIMS)
     kept = []
@@ -298,7 +281,7 @@ def test_an_earlier_loss_may_be_alive(device: str) -> None:
 
 
 def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
         loss = run(tokens(5, device), tokens(5, device))
@@ -309,7 +292,7 @@ def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: 
 
 
 def test_gradients_of_gradients_are_refused(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
         loss = run(tokens(5, device), tokens(5, device))
@@ -319,7 +302,7 @@ def test_gradients_of_gradients_are_refused(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_call_in_a_graph_that_the_caller_captures_is_a_part_of_it() -> None:
-    net = Net("cuda")
+    net = TiedEmbedding("cuda")
     run = st.bucketed(net, DIMS)
     ids = tokens(5, "cuda")
     with torch.no_grad():
@@ -333,7 +316,7 @@ def test_a_call_in_a_graph_that_the_caller_captures_is_a_part_of_it() -> None:
 
 
 def test_a_call_does_not_change_its_arguments(device: str) -> None:
-    run = st.bucketed(Net(device).inner, {"input": {1: SEQ}})
+    run = st.bucketed(TiedEmbedding(device).inner, {"input": {1: SEQ}})
     for n in (5, 6, 20):
         x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
         before = x.sin()  # which keeps it for its backward
@@ -342,7 +325,7 @@ def test_a_call_does_not_change_its_arguments(device: str) -> None:
 
 
 def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (20, 17):
         ids, labels = tokens(n, device), tokens(n, device)

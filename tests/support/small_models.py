@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 
@@ -29,6 +30,24 @@ def ones(count: int, device: str = "cpu", grad: bool = True) -> list[Parameter]:
     for p in params if grad else []:
         p.grad = torch.ones_like(p)
     return params
+
+
+class TiedEmbedding(nn.Module):
+    """An embedding that is the head as well, in float64; positions meet, so that padding would show in gradients."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 6)
+        self.unused = nn.Linear(2, 2)
+        self.to(device, torch.float64)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        h = self.inner(self.embed(ids)).tanh()
+        h = h * h.softmax(1) + h.mean(1, keepdim=True)
+        logits = h @ self.embed.weight.T
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 VOCABULARY = 50
