@@ -78,7 +78,7 @@ def test_the_backward_runs_no_product_of_the_forward_again(device: str) -> None:
         return graph.forward
 
     block = Block(Size(2, 16, 2, 64)).to(device)
-    run = st.bucketed(block, {"input": {1: SEQ}}, compile={"backend": kept})
+    run = st.bucketed(block, {"x": {1: SEQ}}, compile={"backend": kept})
     for n in (5, 6):
         run(torch.randn(2, n, 16, device=device)).sum().backward()
     products = [sum("mm" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
