@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed import bucket as bucket_module
 from subtensors.bucketed.call_cache import MAX_OBJECTS_PER_ARG, MAX_VALUES_PER_ARG
-
-SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 def data(n: int, device: str) -> Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
-
-SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 @pytest.fixture
@@ -141,17 +140,6 @@ def test_results_belong_to_the_caller_from_the_first_replay_on(device: str, pool
         held.append((run(x), x))
     for found, x in held:
         torch.testing.assert_close(found, {"a": x.softmax(1), "b": [x.mean(1), 3]})
-
-
-@torch.no_grad()
-def test_new_sizes_read_a_replaced_parameter(device: str, pools: list[PretendPool]) -> None:
-    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
-    run = st.bucketed(lambda x: net(x).softmax(1), {"x": {1: SEQ}})
-    run(data(5, device))
-    net.weight = nn.Parameter(torch.randn(3, 3, device=device, dtype=torch.float64))
-    for n in (30, 5, 12, 30, 5):
-        x = data(n, device)
-        torch.testing.assert_close(run(x), net(x).softmax(1))
 
 
 @torch.no_grad()

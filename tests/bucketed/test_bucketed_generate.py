@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_models
 import torch
 
 import subtensors as st
@@ -17,35 +19,29 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SEQ = st.Dim("seq", max=48, buckets=16)
 TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-START = {**TOKENS, "decoder_start_token_id": 0}
 SCORED = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
 
 
-def gpt2(device: str) -> Any:
-    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    return prepared(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **TOKENS)), device)
+def gpt2(device: str, layers: int = 2) -> Any:
+    return prepared(small_models.gpt2(n_layer=layers, **TOKENS), device)
 
 
 def llama(device: str, kind: str = "Llama") -> Any:
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     windows = {"sliding_window": 8} if kind == "Mistral" else {}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **windows, **TOKENS)
-    return prepared(getattr(transformers, f"{kind}ForCausalLM")(config), device)
+    return prepared(small_models.llama(kind, **heads, **windows, **TOKENS), device)
 
 
-def t5(device: str) -> Any:
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return prepared(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **START)), device)
+def t5(device: str, layers: int = 2) -> Any:
+    return prepared(small_models.t5(num_layers=layers, **TOKENS), device)
 
 
 def bart(device: str) -> Any:
     sizes = {"vocab_size": 50, "d_model": 16, "max_position_embeddings": 64, "forced_eos_token_id": None}
     each = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
     parts = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in each.items()}
-    return prepared(
-        transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **parts, **START)), device
-    )
+    config = transformers.BartConfig(**sizes, **parts, **TOKENS, decoder_start_token_id=0)
+    return prepared(transformers.BartForConditionalGeneration(config), device)
 
 
 def prepared(model: Any, device: str) -> Any:
@@ -101,10 +97,10 @@ def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: s
     assert sum(b.hits for b in decode) == 6 * steps - graphs
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_compiled_decode_steps_give_what_the_model_gives(name: str, device: str) -> None:
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_compiled_decode_steps_give_what_the_model_gives(make: Callable[..., Any], device: str) -> None:
     torch.manual_seed(0)
-    model = MODELS[name](device)
+    model = make(device, layers=1)
     run = st.bucketed(model, {"input_ids": {1: SEQ}}, compile={"backend": "aot_eager"})
     for n in (7, 20, 9, 25):
         check(model, run, torch.randint(3, 50, (2, n), device=device))

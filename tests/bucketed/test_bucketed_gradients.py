@@ -8,33 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bucketed_rows import SEQ, assert_same_gradients
 from reordered_sums import orders
+from small_models import TiedEmbedding
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-
-
-class Net(nn.Module):
-    """Positions meet, so that padding would show in gradients."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 6)
-        self.inner = nn.Linear(6, 6)
-        self.unused = nn.Linear(2, 2)
-        self.to(device, torch.float64)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
-        h = self.inner(self.embed(ids)).tanh()
-        h = h * h.softmax(1) + h.mean(1, keepdim=True)
-        logits = h @ self.embed.weight.T
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 DIMS = {"ids": {1: SEQ}, "labels": {1: SEQ}}
@@ -57,7 +39,7 @@ def check(actual: list[Any], expected: list[Any]) -> None:
 
 
 def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 3, 8, 20, 7, 32, 20):
         ids, labels = tokens(n, device), tokens(n, device)
@@ -65,7 +47,7 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
         torch.testing.assert_close(loss, wanted)
         loss.backward()
         wanted.backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     stats = run.stats()
     assert stats.hits == 4
     assert not stats.fallbacks
@@ -73,13 +55,13 @@ def test_gradients_accumulate_over_calls_of_any_size(device: str) -> None:
 
 
 def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for i, n in enumerate((5, 12, 6, 20, 13, 5, 30, 21)):
         ids, labels = tokens(n, device), tokens(n, device)
         run(ids, labels).backward()
         alone(ids, labels).backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
         if i % 3 == 2:
             net.zero_grad()
             alone.zero_grad()
@@ -87,7 +69,7 @@ def test_gradients_that_existed_at_capture_may_be_dropped(device: str) -> None:
 
 
 def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(lambda x: (net.inner(x).softmax(1), {"sum": x.sum(1), "size": 7}), {"x": {1: SEQ}})
     for n in (3, 6, 10, 2, 9):
         x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
@@ -102,29 +84,29 @@ def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
 
 
 def test_results_may_be_written_to(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 6, 20, 7):
         ids = tokens(n, device)
         for model in (run, alone):
             model(ids).mul_(2).add_(1).square().sum().backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 def test_two_calls_in_one_loss(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n, m in ((3, 9), (4, 5), (10, 2), (16, 15)):
         batches = [(tokens(k, device), tokens(k, device)) for k in (n, m)]
         for model in (run, alone):
             loss = sum(model(*batch) for batch in batches)
             loss.backward()  # type: ignore[union-attr]
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     assert sum(b.replayed_again for b in run.stats().buckets) > 0
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     batch = tokens(5, device), tokens(5, device)
     run(*batch)
@@ -136,7 +118,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> Non
 
 
 def test_gradients_are_not_overwritten_by_the_next_bucket(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (5, 20):
         run(tokens(n, device), tokens(n, device)).backward()
@@ -169,7 +151,7 @@ def test_buffers_are_written_once_a_call(device: str) -> None:
         (alone(x) ** 2).sum().backward()
         torch.testing.assert_close(net.running_mean, alone.running_mean)
         assert net.num_batches_tracked == alone.num_batches_tracked
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -191,13 +173,13 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
         x, cotangent = (torch.randn(n, 3, dtype=torch.float64, device=device) for _ in range(2))
         for model in (run, alone):
             model(x).backward(cotangent)
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
         torch.testing.assert_close(net.seen, alone.seen)
     assert run.stats().hits == 2
 
 
 def test_results_of_data_dependent_size_have_their_gradients(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(lambda ids: net(ids)[ids > 4], {"ids": {1: SEQ}})
     for n in (5, 6, 20, 7):
         ids = tokens(n, device)
@@ -205,11 +187,11 @@ def test_results_of_data_dependent_size_have_their_gradients(device: str) -> Non
         torch.testing.assert_close(found, expected)
         found.square().sum().backward()
         expected.square().sum().backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
 
 
 def test_no_backward_is_captured_without_grad(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     ids = tokens(5, device)
     for _ in range(2):
@@ -222,7 +204,7 @@ def test_no_backward_is_captured_without_grad(device: str) -> None:
 
 @pytest.mark.parametrize("make", ["torch", "subtensors"])
 def test_a_training_step_is_one_graph(device: str, make: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
 
     def optimizer(model: nn.Module) -> Any:
         return (torch.optim.SGD if make == "torch" else st.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
@@ -249,8 +231,8 @@ def test_a_training_step_is_one_graph(device: str, make: str) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_autocast_and_a_loss_scale(device: str, autocast: bool) -> None:
-    net, exact = Net(device).float(), Net(device)
-    plain = [(Net(device).float(), order) for order in orders()]
+    net, exact = TiedEmbedding(device).float(), TiedEmbedding(device)
+    plain = [(TiedEmbedding(device).float(), order) for order in orders()]
     run = st.bucketed(net, DIMS)
     scaler = torch.amp.GradScaler(device, init_scale=128.0)
     for n in (5, 20, 6, 17, 8):
@@ -282,7 +264,7 @@ def norm(net: nn.Module) -> float:
 
 def test_an_earlier_loss_may_be_alive(device: str) -> None:
     """While its graph is, the parameters' nodes belong to the stream that it was made on."""
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     earlier = net(tokens(4, device), tokens(4, device))
     run = st.bucketed(net, DIMS)
     kept = []
@@ -292,14 +274,14 @@ def test_an_earlier_loss_may_be_alive(device: str) -> None:
         kept.append(loss.sum())
         loss.backward(retain_graph=True)
         wanted.backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     assert run.stats().hits == 3
     earlier.backward()
     assert not run.stats().fallbacks
 
 
 def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
         loss = run(tokens(5, device), tokens(5, device))
@@ -310,7 +292,7 @@ def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: 
 
 
 def test_gradients_of_gradients_are_refused(device: str) -> None:
-    net = Net(device)
+    net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
         loss = run(tokens(5, device), tokens(5, device))
@@ -320,7 +302,7 @@ def test_gradients_of_gradients_are_refused(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_call_in_a_graph_that_the_caller_captures_is_a_part_of_it() -> None:
-    net = Net("cuda")
+    net = TiedEmbedding("cuda")
     run = st.bucketed(net, DIMS)
     ids = tokens(5, "cuda")
     with torch.no_grad():
@@ -334,7 +316,7 @@ def test_a_call_in_a_graph_that_the_caller_captures_is_a_part_of_it() -> None:
 
 
 def test_a_call_does_not_change_its_arguments(device: str) -> None:
-    run = st.bucketed(Net(device).inner, {"input": {1: SEQ}})
+    run = st.bucketed(TiedEmbedding(device).inner, {"input": {1: SEQ}})
     for n in (5, 6, 20):
         x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
         before = x.sin()  # which keeps it for its backward
@@ -343,7 +325,7 @@ def test_a_call_does_not_change_its_arguments(device: str) -> None:
 
 
 def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: str) -> None:
-    net, alone = Net(device), Net(device)
+    net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n in (20, 17):
         ids, labels = tokens(n, device), tokens(n, device)
@@ -353,7 +335,7 @@ def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: st
         ids, labels = tokens(n, device), tokens(n, device)
         for model in (run, alone):
             checkpoint(model, ids, labels, use_reentrant=False).backward()
-        check(gradients(net), gradients(alone))
+        assert_same_gradients(net, alone)
     stats = run.stats()
     # That a forward is replayed again for a checkpoint is no call's.
     assert (stats.hits, [b.sizes["seq"] for b in stats.buckets]) == (3, [24])

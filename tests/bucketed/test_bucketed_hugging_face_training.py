@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
+from small_models import bert, gpt2, llama, t5
 from torch import Tensor
 
 import subtensors as st
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("captured")
 
-SEQ = st.Dim("seq", max=32, buckets=8)
 ANSWER = st.Dim("answer", max=32, buckets=8)
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-def gpt2() -> Any:
-    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    dropped = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes, **dropped))
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, num_key_value_heads=1, **SMALL))
-
-
-def bert() -> Any:
-    dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=50, **SMALL, **dropped))
-
-
-def t5() -> Any:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
-    )
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": lambda: bert("ForTokenClassification"), "t5": t5}
 
 
 def batch(n: int, m: int, classes: int, device: str) -> dict[str, Tensor]:
@@ -50,16 +27,16 @@ def batch(n: int, m: int, classes: int, device: str) -> dict[str, Tensor]:
     return {name: t.to(device) for name, t in made.items()}
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
-def test_a_bucketed_model_is_trained_like_the_plain_model(device: str, make: Any) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bucketed_model_is_trained_like_the_plain_model(device: str, name: str) -> None:
     torch.manual_seed(0)
-    model = make().train().to(device, torch.float64)
+    model = MODELS[name]().train().to(device, torch.float64)
     alone = copy.deepcopy(model)
-    dims = {"input_ids": {1: SEQ}, "attention_mask": {1: SEQ}, "labels": {1: ANSWER if make is t5 else SEQ}}
+    dims = {"input_ids": {1: SEQ}, "attention_mask": {1: SEQ}, "labels": {1: ANSWER if name == "t5" else SEQ}}
     run = st.bucketed(model, dims)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, alone)]
     for step, (n, m) in enumerate([(5, 3), (6, 9), (20, 12), (7, 4), (22, 14)]):
-        inputs = batch(n, m if make is t5 else n, 2 if make is bert else 50, device)
+        inputs = batch(n, m if name == "t5" else n, 2 if name == "bert" else 50, device)
         for program, optimizer in zip((run, alone), optimizers, strict=True):
             out = program(**inputs)
             out.loss.backward()
@@ -69,5 +46,5 @@ def test_a_bucketed_model_is_trained_like_the_plain_model(device: str, make: Any
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p, q)
             torch.testing.assert_close(p.grad, q.grad)
-    assert run.stats().hits == (2 if make is t5 else 3)
+    assert run.stats().hits == (2 if name == "t5" else 3)
     assert not run.stats().fallbacks

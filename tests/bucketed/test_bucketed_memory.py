@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.runner import Bucketed
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
 
-SEQ = st.Dim("seq", max=32, buckets=8)
 MIB = 2**20
 
 

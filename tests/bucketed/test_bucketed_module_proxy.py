@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from torch import Tensor, nn
 
 import subtensors as st
-
-SEQ = st.Dim("seq", max=32, buckets=8)
 
 
 class Net(nn.Module):

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bucketed_rows import assert_same
+from bucketed_rows import DIMS, assert_same_gradients
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.state.program_state import State, leaf_ids_of
 from subtensors.bucketed.trained_bucket import TrainedBucket
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
 
 
 class Tied(nn.Module):
@@ -87,10 +84,7 @@ def same_gradients(net: nn.Module, alone: nn.Module, sizes: tuple[int, ...], pro
         x, cotangent = rows(n), rows(n)
         for model in (run, plain):
             model(x).backward(cotangent)
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                assert_same(p.grad, q.grad)
+        assert_same_gradients(net, alone)
     return run
 
 

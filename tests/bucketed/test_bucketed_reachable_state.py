@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
 import torch
 from bucketed_rows import DIMS, SEQ, assert_same, rows
-from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
@@ -19,10 +17,6 @@ pytestmark = pytest.mark.usefixtures("captured")
 
 
 factor = torch.tensor(2.0, dtype=torch.float64)
-
-
-def by_the_name_of_a_file(x: Tensor) -> Tensor:
-    return x.softmax(0) * factor
 
 
 class Holder:
@@ -46,34 +40,6 @@ class Holder:
         self.opt.step()
         self.opt.zero_grad()
         return loss.detach()  # type: ignore[no-any-return]
-
-
-def test_a_rebound_global_or_closure_variable_is_noticed(
-    device: str, monkeypatch: pytest.MonkeyPatch, counted: Counted
-) -> None:
-    monkeypatch.setitem(globals(), "factor", factor.to(device))
-    scale, default = factor + 1, {"a": factor + 2}
-
-    def by_closure(x: Tensor) -> Tensor:
-        return x.softmax(0) * scale * default["a"]
-
-    runs = [st.bucketed(program, DIMS) for program in (by_the_name_of_a_file, by_closure)]
-    x = rows(5, device)
-
-    def check() -> None:
-        torch.testing.assert_close(runs[0](x), by_the_name_of_a_file(x))
-        torch.testing.assert_close(runs[1](x), by_closure(x))
-
-    check()
-    check()
-    assert counted.take() == (2, 2)
-    monkeypatch.setitem(globals(), "factor", factor * 3)
-    scale = scale * 4
-    check()
-    assert counted.take()[0] == 2
-    default["a"] = default["a"] * 4
-    check()
-    assert counted.take()[0] == 1
 
 
 def test_a_callable_object_gets_the_gradients_of_its_attributes(device: str) -> None:
@@ -167,25 +133,6 @@ def test_a_module_with_a_sparse_buffer_gives_the_same_results(device: str) -> No
         torch.testing.assert_close(run(x), net(x))
 
 
-def test_parameters_frozen_between_calls_get_no_gradients(device: str) -> None:
-    nets = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device, torch.float64) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    run = st.bucketed(nets[0], {"input": {0: SEQ}})
-    for frozen in ((), (), (0,), (0,), (1,), (3, 2), (), (0,)):
-        x = rows(5, device)
-        for net, call in zip(nets, (run, nets[1]), strict=True):
-            net.zero_grad()
-            for i, p in enumerate(net.parameters()):
-                p.requires_grad_(i not in frozen)
-            call(x).square().sum().backward()
-        for p, q in zip(*[net.parameters() for net in nets], strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                assert_same(p.grad, q.grad)
-    # A graph for each set of what requires grad, which stays for when it is wanted again.
-    assert run.stats().hits == 8 - 4
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_unreachable_parameter_gets_its_gradient_without_a_graph(device: str, compiled: bool) -> None:
     class Slots:
@@ -227,41 +174,6 @@ def test_data_of_an_object_is_not_copied_and_written_once_per_call(device: str) 
     put_back = [id(t) for t in run.state.tensors_to_restore()]
     assert id(job.calls) in put_back
     assert id(job.data) not in put_back
-
-
-def test_attributes_that_the_program_does_not_read_may_be_replaced(
-    device: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Job(Holder):
-        def __init__(self) -> None:
-            super().__init__(device)
-            self.mean, self.table, self.tables = (torch.ones(3, dtype=torch.float64, device=device) for _ in range(3))
-            self.tables = [self.tables]
-
-        @property
-        def scale(self) -> Tensor:
-            return self.table * self.tables[0]
-
-        def step(self, x: Tensor) -> Tensor:
-            return self._scaled(x).softmax(0)
-
-        def _scaled(self, x: Tensor) -> Tensor:
-            return self.net(x) * self.scale  # type: ignore[no-any-return]
-
-    job = Job()
-    run = st.bucketed(job.step, DIMS)
-    caplog.set_level(logging.WARNING, "subtensors.bucketed")
-    for i, n in enumerate((5, 6, 7, 8, 5)):
-        x = rows(n, device)
-        out = run(x)
-        torch.testing.assert_close(out, job.step(x))
-        job.mean = job.mean * 0.9 + out.detach().mean(0) * 0.1
-        if i == 2:
-            job.table = job.table * 2
-        if i == 3:
-            job.tables[0] = job.tables[0] * 2
-    again = [said.split(": ")[1] for said in caplog.messages]
-    assert again == ["table was replaced", "a part of the program was replaced"]
 
 
 def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import VOCABULARY, bert
 from torch import Tensor
 
 import subtensors as st
@@ -20,11 +21,11 @@ NORMS = 1 + 2 * LAYERS
 VIEWS = ("view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "detach", "alias")
 
 
-def bert() -> Any:
-    sizes = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 64}
+def encoder() -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(**sizes, attn_implementation="sdpa")
-    return transformers.BertModel(config, add_pooling_layer=False).eval()
+    model = bert("Model", num_hidden_layers=LAYERS, max_position_embeddings=256, attn_implementation="sdpa").eval()
+    model.pooler = None
+    return model
 
 
 def ops(program: Callable[..., Any], inputs: list[Tensor]) -> Counter[str]:
@@ -36,9 +37,9 @@ def ops(program: Callable[..., Any], inputs: list[Tensor]) -> Counter[str]:
 
 @torch.no_grad()
 def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> None:
-    model = bert()
+    model = encoder()
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
-    run(input_ids=torch.randint(1, 1000, (1, 100)))
+    run(input_ids=torch.randint(1, VOCABULARY, (1, 100)))
     bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     ids = torch.zeros(1, 128, dtype=torch.long)
@@ -53,9 +54,9 @@ def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> Non
 
 @torch.no_grad()
 def test_layers_share_the_padding_mask_and_the_callers_mask() -> None:
-    model = bert()
+    model = encoder()
     run = st.bucketed(model, {"input_ids": {1: SEQ}, "attention_mask": {1: SEQ}})
-    ids = torch.randint(1, 1000, (2, 100))
+    ids = torch.randint(1, VOCABULARY, (2, 100))
     mask = torch.ones_like(ids)
     mask[0, 60:] = 0
     found = run(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bucketed_rows import DIMS, SEQ, rows
 from pretend_graphs import pretend
+from small_models import VOCABULARY, bert
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -83,12 +84,10 @@ def test_objects_that_hold_tensors_come_back_as_their_class(device: str) -> None
 
 @torch.no_grad()
 def test_hugging_face_outputs_come_back_as_their_class(device: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=30)).double().eval().to(device)
+    model = bert("Model").double().eval().to(device)
     run = st.bucketed(model, {"input_ids": {1: SEQ}})
     for n in (5, 20, 6):
-        ids = torch.randint(1, 30, (2, n), device=device)
+        ids = torch.randint(1, VOCABULARY, (2, n), device=device)
         found = run(input_ids=ids, output_hidden_states=True)
         expected = model(input_ids=ids, output_hidden_states=True)
         assert type(found) is type(expected)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import subtensors as st
 
-SEQ = st.Dim("seq", max=32, buckets=8)
 WIDTH = 5
 ROWS = 16
 """Of activations, at least; weights have fewer."""

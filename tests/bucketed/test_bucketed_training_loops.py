@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bucketed_rows import SEQ
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
 
-SEQ = st.Dim("seq", max=32, buckets=8)
 SIZES = (5, 6, 20, 7, 12, 30, 5)
 
 Wrap = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]

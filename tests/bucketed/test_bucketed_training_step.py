@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from bucketed_rows import assert_same
+from bucketed_rows import DIMS, assert_same, assert_same_gradients
 from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.bucket import capture_modes
-
-SEQ = st.Dim("seq", max=32, buckets=8)
-DIMS = {"x": {0: SEQ}}
 
 
 class Net(nn.Module):
@@ -84,23 +81,6 @@ def test_an_earlier_loss_may_be_alive_and_learning_rates_may_change(device: str,
     assert earlier.requires_grad
 
 
-def test_state_that_was_loaded_is_what_the_next_step_continues_from(device: str) -> None:
-    net, alone = Net(device), Net(device)
-    own, other = (st.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, alone))
-    run, plain = st.bucketed(step_of(net, own), DIMS), step_of(alone, other)
-    for i in range(6):
-        x = rows(5, device)
-        run(x), plain(x)
-        if i == 3:
-            for opt in (own, other):
-                saved = opt.state_dict()
-                for entry in saved["state"].values():
-                    entry["momentum_buffer"] = entry["momentum_buffer"].neg()
-                opt.load_state_dict(saved)
-        same_weights(net, alone)
-    assert run.stats().hits == 4
-
-
 def test_backward_through_a_loss_from_before_a_step_is_refused_as_in_torch(device: str) -> None:
     net = Net(device)
     run = st.bucketed(step_of(net, st.optim.SGD(net.parameters(), lr=0.1)), DIMS)
@@ -127,8 +107,7 @@ def test_gradients_that_a_program_accumulates_are_added_in_place(device: str) ->
     for i, n in enumerate((5, 6, 20, 7, 18, 8)):
         x = rows(n, device)
         torch.testing.assert_close(run(x), plain(x))
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(net, alone)
         if i == 3:
             for model in (net, alone):
                 model.zero_grad(set_to_none=False)
@@ -138,8 +117,7 @@ def test_gradients_that_a_program_accumulates_are_added_in_place(device: str) ->
         model.zero_grad()
     x = rows(5, device)
     run(x), plain(x)
-    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        assert_same(p.grad, q.grad)
+    assert_same_gradients(net, alone)
     assert len(run.stats().fallbacks) == (1 if device == "cuda" else 0)
 
 
@@ -209,8 +187,7 @@ def test_a_step_that_returns_an_undetached_loss_is_taken_once_per_call(device: s
         x = rows(n, device)
         torch.testing.assert_close(run(x), plain(x))
         same_weights(net, alone)
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(net, alone)
     reason = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
     assert run.stats().fallbacks == {reason: 2}
 

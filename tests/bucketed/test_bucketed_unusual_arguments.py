@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucketed_rows import DIMS, SEQ, assert_same, rows
+from bucketed_rows import DIMS, SEQ, assert_same, assert_same_gradients, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,64 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
-
-
-class Held:
-    """Holds values of all kinds, and has a method."""
-
-    def __init__(self) -> None:
-        self.scales = [1.0, 2.0]
-        self.named = {"shift": 1.0}
-        self.inner = type("Inner", (), {})()
-        self.inner.power = 1
-        self.activation: Callable[[Tensor], Tensor] = torch.tanh
-        self.factor = 1.0
-
-    def times(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-@torch.no_grad()
-def test_the_present_values_inside_an_object_argument_are_used(device: str, counted: Counted) -> None:
-    def program(x: Tensor, held: Held) -> Tensor:
-        y = held.activation(x).softmax(0) * held.scales[0] + held.named["shift"]
-        return y**held.inner.power  # type: ignore[no-any-return]
-
-    run, held = st.bucketed(program, DIMS), Held()
-    changes: list[Callable[[], Any]] = [
-        lambda: None,
-        lambda: held.scales.__setitem__(0, 3.0),
-        lambda: held.named.update(shift=2.0),
-        lambda: setattr(held.inner, "power", 2),
-        lambda: setattr(held, "activation", torch.exp),
-    ]
-    for change in changes:
-        change()
-        for _ in range(2):
-            x = rows(5, device)
-            torch.testing.assert_close(run(x, held), program(x, held))
-    assert counted.take() == (len(changes), len(changes))
-
-
-@torch.no_grad()
-def test_a_function_argument_reads_its_present_closure(device: str) -> None:
-    factor, held = 1.0, Held()
-
-    def times(x: Tensor) -> Tensor:
-        return x * factor
-
-    def program(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        return f(x.softmax(0))
-
-    run = st.bucketed(program, DIMS)
-    part = functools.partial(torch.mul, other=held.factor)
-    for i in range(3):
-        factor = held.factor = 1.0 + i
-        part.keywords["other"] = factor
-        for f in (times, held.times, part):
-            for _ in range(2):
-                x = rows(5, device)
-                torch.testing.assert_close(run(x, f), program(x, f))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -232,8 +174,7 @@ def test_autograd_functions_see_requires_grad_of_their_arguments(device: str, na
         run(x).square().sum().backward()
         FUNCTIONS[name](theirs, y).square().sum().backward()
         assert_same(x.grad, y.grad)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_same(p.grad, q.grad)
+        assert_same_gradients(ours, theirs)
     if "checkpoint" not in name:
         assert not run.stats().fallbacks
 
@@ -266,12 +207,3 @@ def test_results_in_slots_sets_and_functions_belong_to_the_call(device: str, fol
             x = rows(n, device)
             assert type(taken(run(x))) is Tensor
             assert_same(taken(run(x)), softmax(x))
-
-
-@torch.no_grad()
-def test_slots_of_an_argument_are_read_in_each_call(device: str) -> None:
-    run, held = st.bucketed(lambda x, held: x.softmax(0) * held.count, DIMS), Slotted(rows(1, device), 1.0)
-    for i in range(4):
-        held.count = 1.0 + i // 2
-        x = rows(5, device)
-        torch.testing.assert_close(run(x, held), x.softmax(0) * held.count)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import TORCH_NAMES
+from optimizers import CASES, TORCH_NAMES
 from small_models import loss_of, model, ones
 from torch import Tensor
 
@@ -282,3 +282,9 @@ def test_a_step_can_be_captured_and_the_learning_rate_stays_dynamic() -> None:
     lr.fill_(0.25)
     graph.replay()
     assert [p[0].item() for p in params] == [0.25] * 5
+
+
+def test_every_optimizer_is_in_the_list_that_sweeps_run_over() -> None:
+    public = [getattr(st.optim, name) for name in st.optim.__all__]
+    classes = {cls for cls in public if isinstance(cls, type)} - {st.optim.Optimizer, st.optim.MatrixOptimizer}
+    assert classes == {case.cls for case in CASES}

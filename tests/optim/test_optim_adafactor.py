@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
-from optim_oracle import DTYPES, STEPS, assert_as_accurate, flat, start, take_steps, train
+from optim_oracle import (
+    ADAFACTOR_SHAPE_SETS,
+    ADAFACTOR_SHAPES,
+    DTYPES,
+    STEPS,
+    assert_as_accurate,
+    exact_adafactor_maker,
+    flat,
+    start,
+    take_steps,
+    train,
+)
 from programs import Lowering, each_kernel_lowering
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
@@ -18,20 +29,10 @@ import subtensors as st
 from subtensors.optim.algorithms.adafactor import _descend_factored
 
 (INFO,) = (info for info in optim_db if info.optim_cls is torch.optim.Adafactor)
-# torch's divides by the root of a tensor's size: none is empty here.
-SHAPES = [(), (1,), (7,), (3, 5), (3, 5), (2, 3, 4), (65, 33), (1, 4)]
-SHAPE_SETS = {"many tensors": SHAPES, "one matrix": [(13, 5)], "one vector": [(65,)]}
 SAMPLES = [sample.kwargs for sample in INFO.optim_inputs_func(device="cpu")]
 
 
-def exact(kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Torch's class as it is with parameters of `dtype`, for parameters in float64."""
-    eps1, eps2 = kwargs.get("eps", (None, 1e-3))
-    eps = (torch.finfo(dtype).eps if eps1 is None else eps1, eps2)
-    return lambda p: torch.optim.Adafactor(p, **{**kwargs, "eps": eps})
-
-
-@pytest.mark.parametrize("shapes", SHAPE_SETS.values(), ids=SHAPE_SETS)
+@pytest.mark.parametrize("shapes", ADAFACTOR_SHAPE_SETS.values(), ids=ADAFACTOR_SHAPE_SETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_twenty_steps_end_where_torch_does_for_every_sample_of_optim_db(
     dtype: torch.dtype, shapes: list[tuple[int, ...]], device: str
@@ -40,17 +41,17 @@ def test_twenty_steps_end_where_torch_does_for_every_sample_of_optim_db(
     assert len(SAMPLES) >= 5
     for kwargs in [*SAMPLES, {"lr": 0.02, "eps": (1e-6, 1e-2)}]:
         theirs, _ = train(lambda p: torch.optim.Adafactor(p, **kwargs), values, dtype)  # noqa: B023
-        truth, _ = train(exact(kwargs, dtype), values, torch.float64)
+        truth, _ = train(exact_adafactor_maker(kwargs, dtype), values, torch.float64)
         ours, _ = train(lambda p: st.optim.Adafactor(p, **kwargs), values, dtype)  # noqa: B023
         assert_as_accurate(ours, theirs, truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_learning_rate_may_be_a_tensor(dtype: torch.dtype) -> None:
-    values = start("cpu", dtype, SHAPES)
+    values = start("cpu", dtype, ADAFACTOR_SHAPES)
     kwargs: dict[str, Any] = {"lr": torch.tensor(0.02), "weight_decay": 0.1}
     theirs, _ = train(lambda p: torch.optim.Adafactor(p, **kwargs), values, dtype)
-    truth, _ = train(exact(kwargs, dtype), values, torch.float64)
+    truth, _ = train(exact_adafactor_maker(kwargs, dtype), values, torch.float64)
     ours, _ = train(lambda p: st.optim.Adafactor(p, **kwargs), values, dtype)
     # It is float32, and so is what torch computes from it.
     assert_as_accurate(ours, theirs, truth, torch.float32)
@@ -64,7 +65,7 @@ def test_the_kernels_of_a_step_end_where_torch_does() -> None:
     with kernels_on_cpu():
         ours, _ = train(lambda p: st.optim.Adafactor(p, **kwargs), values, torch.float32, 3)
     theirs, _ = train(lambda p: torch.optim.Adafactor(p, **kwargs), values, torch.float32, 3)
-    truth, _ = train(exact(kwargs, torch.float32), values, torch.float64, 3)
+    truth, _ = train(exact_adafactor_maker(kwargs, torch.float32), values, torch.float64, 3)
     assert_as_accurate(ours, theirs, truth, torch.float32)
 
 
@@ -94,7 +95,7 @@ def test_training_goes_on_with_the_other_package_from_a_saved_state(
     steps: int, ours_first: bool, dtype: torch.dtype, device: str
 ) -> None:
     first, second = (st.optim, torch.optim) if ours_first else (torch.optim, st.optim)
-    values = start(device, dtype, SHAPES)
+    values = start(device, dtype, ADAFACTOR_SHAPES)
     params, optimizer = train(lambda p: first.Adafactor(p), values, dtype, steps)
     saved = copy.deepcopy(optimizer.state_dict())
     theirs_saved = train(lambda p: torch.optim.Adafactor(p), values, dtype, steps)[1].state_dict()
@@ -109,23 +110,23 @@ def test_training_goes_on_with_the_other_package_from_a_saved_state(
     continued.load_state_dict(saved)
     take_steps(continued, params, values, range(steps, steps + 4))
     theirs, _ = train(lambda p: torch.optim.Adafactor(p), values, dtype, steps + 4)
-    truth, _ = train(exact({}, dtype), values, torch.float64, steps + 4)
+    truth, _ = train(exact_adafactor_maker({}, dtype), values, torch.float64, steps + 4)
     assert_as_accurate(params, theirs, truth, dtype)
 
 
 def test_a_converted_optimizer_goes_on_where_torch_left_off() -> None:
-    values = start("cpu", torch.float32, SHAPES)
+    values = start("cpu", torch.float32, ADAFACTOR_SHAPES)
     params, optimizer = train(lambda p: torch.optim.Adafactor(p), values, torch.float32, 3)
     ours = st.optim.convert(optimizer)
     assert type(ours) is st.optim.Adafactor
     take_steps(ours, params, values, range(3, 6))
     theirs, _ = train(lambda p: torch.optim.Adafactor(p), values, torch.float32, 6)
-    truth, _ = train(exact({}, torch.float32), values, torch.float64, 6)
+    truth, _ = train(exact_adafactor_maker({}, torch.float32), values, torch.float64, 6)
     assert_as_accurate(params, theirs, truth, torch.float32)
 
 
 def test_the_learning_rate_is_dynamic(device: str) -> None:
-    values = start(device, torch.float64, SHAPES)
+    values = start(device, torch.float64, ADAFACTOR_SHAPES)
 
     def trained(package: Any) -> list[Parameter]:
         params = [Parameter(v.clone()) for v in values]
@@ -140,7 +141,7 @@ def test_the_learning_rate_is_dynamic(device: str) -> None:
 
 
 def test_a_scaled_step_is_the_step_and_an_overflow_changes_nothing(device: str) -> None:
-    values = start(device, torch.float32, SHAPES)
+    values = start(device, torch.float32, ADAFACTOR_SHAPES)
     scaled, optimizer = train(lambda p: st.optim.Adafactor(p), values, torch.float32, 2)
     plain, reference = train(lambda p: st.optim.Adafactor(p), values, torch.float32, 2)
     optimizer.grad_scale, optimizer.found_inf = (torch.tensor(x, device=device) for x in (4.0, 0.0))  # type: ignore[attr-defined]
@@ -172,7 +173,7 @@ def test_arguments_that_torch_refuses_are_refused_alike() -> None:
 
 
 def test_options_of_every_optimizer_are_taken(device: str) -> None:
-    values = start(device, torch.bfloat16, SHAPES)
+    values = start(device, torch.bfloat16, ADAFACTOR_SHAPES)
     options: Any = {"master_weights": True, "max_norm": 0.5, "ema": 0.5}
     params, optimizer = train(lambda p: st.optim.Adafactor(p, **options), values, torch.bfloat16, STEPS)
     for p in params:

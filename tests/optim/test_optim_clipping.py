@@ -10,7 +10,7 @@ import torch
 import triton
 from kernels_on_cpu import kernels_on_cpu
 from optim_oracle import SHAPES, MakeOptimizer, assert_as_accurate, exact_maker, flat, random_tensors, start, take_steps
-from optimizers import TORCH_NAMES
+from optimizers import TORCH_NAMES, WITH_STATE
 from small_models import loss_of, model, ones
 from torch import Tensor
 from torch.nn import Parameter
@@ -44,7 +44,7 @@ def share(max_norm: float, norm: float) -> float:
 @pytest.mark.parametrize("name", [*TORCH_NAMES, "Lion", "LAMB"])
 def test_a_step_that_clips_ends_where_torch_does_after_clipping(name: str, max_norm: float, device: str) -> None:
     values = start(device, torch.float32)
-    kwargs: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
+    kwargs: dict[str, Any] = {"lr": 0.01, **WITH_STATE[name]}
     reference: Any = (
         exact_maker(name, kwargs) if name in TORCH_NAMES else lambda p: getattr(st.optim, name)(p, **kwargs)
     )

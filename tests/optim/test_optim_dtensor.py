@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from data_parallel_training import a_repeated_model_trains_as_one_does_on_all_data
 from kernels_on_cpu import kernels_on_cpu
+from optimizers import SHARDED, SHARDED_MATRIX
 from own_optimizer import own_optimizer
 from process_end import end_of_process
 from python_calls import python_calls
@@ -25,13 +26,6 @@ import subtensors as st
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.kernels.fused.launch import Grid
 
-# What a step with each of these ends in is compared with torch's own on the whole model.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("AdamW", {"weight_decay": 0.1}),
-    ("SGD", {"momentum": 0.9, "nesterov": True}),
-    ("RMSprop", {"centered": True}),
-    ("Adagrad", {}),
-]
 STEPS = 4
 # Another one in a process that has a GPU to itself.
 device = torch.device("cpu")
@@ -71,7 +65,7 @@ def sharded() -> torch.nn.Module:
 
 
 def a_sharded_model_trains_as_the_whole_one() -> None:
-    for name, kwargs in VARIANTS:
+    for name, kwargs in SHARDED:
         for max_norm in (None, 0.05):
             net, plain = sharded(), model()
             optimizer = getattr(st.optim, name)(net.parameters(), lr=0.05, max_norm=max_norm, **kwargs)
@@ -283,17 +277,8 @@ def processes_that_repeat_a_shard_agree() -> None:
             rounded.step()
 
 
-MATRIX_OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("Muon", {"lr": 0.05}),
-    ("Muon", {"lr": 0.05, "ema": 0.5, "max_norm": 0.5}),
-    ("Shampoo", {"momentum": 0.5, "update_freq": 2}),
-    ("SOAP", {"precondition_frequency": 2}),
-    ("Adafactor", {"weight_decay": 0.1}),
-]
-
-
 def matrices_are_gathered_for_a_step_and_only_for_it() -> None:
-    for name, kwargs in MATRIX_OPTIMIZERS:
+    for name, kwargs in SHARDED_MATRIX:
         net, plain = sharded(), model()
         ours, theirs = ([p for p in n.parameters() if name != "Muon" or p.dim() == 2] for n in (net, plain))
         optimizer, other = (getattr(st.optim, name)(params, **kwargs) for params in (ours, theirs))

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optim_oracle import assert_as_accurate
-from optimizers import OWN_NAMES
-from small_models import loss_of, model
+from optimizers import MATRIX_NAMES, OWN_NAMES, WITH_STATE
+from small_models import gpt2, loss_of, model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -27,7 +27,7 @@ def trained(
     package: Any, name: str, steps: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     net = model().to(dtype)
-    optimizer = getattr(package, name)(net.parameters(), lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
+    optimizer = getattr(package, name)(net.parameters(), lr=0.01, **WITH_STATE[name])
     go_on(net, optimizer, range(steps))
     return net, optimizer
 
@@ -39,7 +39,8 @@ def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", [*CLASSES, *OWN_NAMES, "Adafactor", "Shampoo", "SOAP"])
+# Muon takes matrices alone.
+@pytest.mark.parametrize("name", [*CLASSES, *OWN_NAMES, *[name for name in MATRIX_NAMES if name != "Muon"]])
 def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(name: str, tmp_path: Path) -> None:
     net, optimizer = trained(st.optim, name, 3)
     saved, saved_state = get_state_dict(net, optimizer)
@@ -87,10 +88,7 @@ def test_a_trainer_of_hugging_face_trains_with_the_class_it_is_handed(tmp_path: 
 
     def train(package: Any, resume: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor]]:
         transformers.set_seed(0)
-        config = transformers.GPT2Config(
-            vocab_size=17, n_positions=12, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
-        )
-        net = transformers.GPT2LMHeadModel(config).to(dtype)
+        net = gpt2(vocab_size=17, n_positions=12).to(dtype)
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / package.__name__),
             max_steps=8,

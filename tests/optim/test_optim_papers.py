@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernels_on_cpu import kernels_on_cpu
 from optim_oracle import SHAPES, STEPS, assert_as_accurate, flat, start, take_steps, train
-from optimizers import OWN_NAMES
+from optimizers import OWN_NAMES, WITH_STATE
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -196,8 +196,7 @@ def test_lamb_takes_a_plain_step_where_a_norm_is_zero(device: str) -> None:
 @pytest.mark.parametrize("name", OWN_NAMES)
 def test_a_state_saved_by_one_goes_on_in_another(name: str) -> None:
     values = start("cpu", torch.float32, SHAPES)
-    kwargs: dict[str, Any] = {"SignSGD": {"momentum": 0.5}}.get(name, {})
-    make = lambda p: getattr(st.optim, name)(p, lr=0.01, **kwargs)  # noqa: E731
+    make = lambda p: getattr(st.optim, name)(p, lr=0.01, **WITH_STATE[name])  # noqa: E731
     params, optimizer = train(make, values, torch.float32, 3)
     again = [Parameter(p.detach().clone()) for p in params]
     other = make(again)

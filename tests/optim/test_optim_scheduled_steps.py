@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import WITH_STATE
 from torch.optim import lr_scheduler
 
 import subtensors as st
@@ -34,7 +35,7 @@ def test_a_thousand_scheduled_steps_neither_retrace_nor_synchronize(name: str, d
     shapes = [(3, 5), (7,), (), (64, 64)]
     start = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    kwargs: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    kwargs = WITH_STATE[name]
 
     def train(package: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         params = [torch.nn.Parameter(t.to(dtype, copy=True)) for t in start]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import gpt2
 from torch import Tensor, nn
 
 import subtensors as st
@@ -154,9 +155,7 @@ def test_each_bucket_is_compiled_once() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_unmodified_model_compiles_once_for_every_length() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    model = gpt2(n_layer=1).eval()
     compiled = torch.compile(
         lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import bert, gpt2, llama, t5
 from torch import Tensor
 
 import subtensors as st
@@ -23,7 +24,6 @@ AGREEING: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 SEQ = st.Dim("seq", max=32, buckets=[16])
 BATCH = st.Dim("batch", max=8, buckets=[4])
-SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def tokens(length: int) -> dict[str, Tensor]:
@@ -39,45 +39,8 @@ def speech(length: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(1, 4, 16).double(), "labels": torch.randint(3, 50, (1, length))}
 
 
-def bert(attention: str) -> Any:
-    config = transformers.BertConfig(**SMALL, max_position_embeddings=32, attn_implementation=attention)
-    return transformers.BertForMaskedLM(config)
-
-
-def gpt2(attention: str) -> Any:
-    sizes = {
-        "vocab_size": 50,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 32,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, attn_implementation=attention))
-
-
-def llama(attention: str) -> Any:
-    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, attn_implementation=attention)
-    return transformers.LlamaForCausalLM(config)
-
-
-def t5(attention: str) -> Any:
-    sizes = {
-        "vocab_size": 50,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "dropout_rate": 0.0,
-    }
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0, attn_implementation=attention)
-    return transformers.T5ForConditionalGeneration(config)
-
-
 def vit(attention: str) -> Any:
-    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3, attn_implementation=attention)
     return transformers.ViTForImageClassification(config)
 
@@ -94,10 +57,10 @@ LAYERS = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 
 # The model, its inputs for one row, and how many of a row's labels its loss counts.
 MODELS: dict[str, tuple[Callable[[str], Any], Callable[[int], dict[str, Tensor]], Callable[[int], int]]] = {
-    "bert": (bert, tokens, lambda n: n),
-    "gpt2": (gpt2, tokens, lambda n: n - 1),
-    "llama": (llama, tokens, lambda n: n - 1),
-    "t5": (t5, tokens, lambda n: n),
+    "bert": (lambda attention: bert("ForMaskedLM", attn_implementation=attention), tokens, lambda n: n),
+    "gpt2": (lambda attention: gpt2(attn_implementation=attention), tokens, lambda n: n - 1),
+    "llama": (lambda attention: llama(attn_implementation=attention), tokens, lambda n: n - 1),
+    "t5": (lambda attention: t5(attn_implementation=attention), tokens, lambda n: n),
     "whisper": (whisper, speech, lambda n: n),
 }
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from subtensors.bucketed import bucket as bucket_module
+from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.graph_cache import GraphCache
+from subtensors.bucketed.trained_bucket import TrainedBucket
 
 
 class Counted:
@@ -15,11 +16,16 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.recorded = self.replayed = 0
-        record, replay, first = bucket_module.Bucket.capture, bucket_module.Bucket.replay, GraphCache.first_call
+        replay, first = Bucket.replay, GraphCache.first_call
 
-        def counting_record(bucket: Any) -> None:
-            self.recorded += 1
-            record(bucket)
+        def count_captures(cls: type[Bucket]) -> None:
+            capture = cls.capture
+
+            def counting_capture(bucket: Any) -> None:
+                self.recorded += 1
+                capture(bucket)
+
+            patch.setattr(cls, "capture", counting_capture)
 
         def counting_replay(bucket: Any, *args: Any) -> None:
             self.replayed += 1
@@ -31,8 +37,9 @@ class Counted:
             self.replayed = replayed
             return answer
 
-        patch.setattr(bucket_module.Bucket, "capture", counting_record)
-        patch.setattr(bucket_module.Bucket, "replay", counting_replay)
+        for cls in (Bucket, TrainedBucket):
+            count_captures(cls)
+        patch.setattr(Bucket, "replay", counting_replay)
         patch.setattr(GraphCache, "first_call", uncounted_first)
 
     def take(self) -> tuple[int, int]:

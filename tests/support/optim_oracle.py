@@ -21,6 +21,10 @@ STEPS = 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPE_SETS = {"many tensors": SHAPES, "one tensor": [(5, 3)]}
 
+# Torch's Adafactor divides by the root of a tensor's size: none is empty.
+ADAFACTOR_SHAPES = [(), (1,), (7,), (3, 5), (3, 5), (2, 3, 4), (65, 33), (1, 4)]
+ADAFACTOR_SHAPE_SETS = {"many tensors": ADAFACTOR_SHAPES, "one matrix": [(13, 5)], "one vector": [(65,)]}
+
 MakeOptimizer = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
@@ -123,6 +127,13 @@ def exact_maker(name: str, kwargs: dict[str, Any]) -> MakeOptimizer:
 
     plain = {k: number(v) for k, v in kwargs.items() if k not in ("capturable", "fused")} | {"foreach": False}
     return lambda params: getattr(torch.optim, name)(params, **plain)  # type: ignore[no-any-return]
+
+
+def exact_adafactor_maker(kwargs: dict[str, Any], dtype: torch.dtype) -> MakeOptimizer:
+    """A maker of torch's Adafactor as it is with parameters of `dtype`, for parameters in float64."""
+    eps1, eps2 = kwargs.get("eps", (None, 1e-3))
+    eps = (torch.finfo(dtype).eps if eps1 is None else eps1, eps2)
+    return lambda params: torch.optim.Adafactor(params, **{**kwargs, "eps": eps})
 
 
 def makers(name: str, kwargs: dict[str, Any]) -> tuple[MakeOptimizer, MakeOptimizer]:

@@ -1,6 +1,6 @@
 """Write the page that says what the sweep over optim_db covers.
 
-PYTHONPATH=tests/optim python tests/support/optim_parity_page.py
+python tests/support/optim_parity_page.py
 """
 
 from __future__ import annotations
@@ -8,9 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import test_optim_adafactor
 import torch
-from optim_oracle import DTYPES, SHAPE_SETS, STEPS, error_and_bound, exact_maker, makers, sample_arguments, start, train
+from optim_oracle import (
+    ADAFACTOR_SHAPE_SETS,
+    DTYPES,
+    SHAPE_SETS,
+    STEPS,
+    error_and_bound,
+    exact_adafactor_maker,
+    exact_maker,
+    makers,
+    sample_arguments,
+    start,
+    train,
+)
 from optimizers import TORCH_NAMES
 
 NAMES = [*TORCH_NAMES, "Adafactor"]
@@ -52,13 +63,13 @@ def _text(value: Any) -> str:
 def largest_share(name: str, dtype: torch.dtype) -> float:
     """The largest error of a class over its samples, as a share of the bound."""
     shares = [0.0]
-    for shapes in (SHAPE_SETS if name != "Adafactor" else test_optim_adafactor.SHAPE_SETS).values():
+    for shapes in (SHAPE_SETS if name != "Adafactor" else ADAFACTOR_SHAPE_SETS).values():
         values = start("cpu", dtype, shapes)
         for sample in sample_arguments(name, "cpu", dtype):
             kwargs = sample.kwargs
             make, make_theirs = makers(name, kwargs)
             is_factored = name == "Adafactor"
-            make_exact = test_optim_adafactor.exact(kwargs, dtype) if is_factored else exact_maker(name, kwargs)
+            make_exact = exact_adafactor_maker(kwargs, dtype) if is_factored else exact_maker(name, kwargs)
             ours, theirs = train(make, values, dtype)[0], train(make_theirs, values, dtype)[0]
             truth, _ = train(make_exact, values, torch.float64)
             error, bound = error_and_bound(ours, theirs, truth, dtype)
