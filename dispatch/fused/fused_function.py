@@ -163,6 +163,7 @@ class FusedFunction:
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
+        plan.log()
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         if plan.groups_overlap(columns):
             return "\n".join([*lines, f"  {plan.fallback.describe()}"])
@@ -248,7 +249,7 @@ class FusedFunction:
 
     def check_values(self) -> None:
         """Read the values besides its arguments that the function reads: where they changed, it is traced anew."""
-        if self._values is None or not self._values.hold():
+        if self._values is None or (self._values.readers and not self._values.hold()):
             self._read_values()
 
     def _read_values(self) -> None:

@@ -312,6 +312,8 @@ _ON_ONE_DEVICE = {
     aten.masked_fill.Scalar: (0, 1),
     aten.masked_fill.Tensor: (0, 1),
     aten.clamp.Tensor: (0, 1, 2),
+    aten.clamp_min.Tensor: (0, 1),
+    aten.clamp_max.Tensor: (0, 1),
 }
 """Overload -> the operands that torch takes on one device only; other pointwise ops take 0-d CPU tensors."""
 

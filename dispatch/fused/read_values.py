@@ -57,15 +57,6 @@ class ReadValues:
 
     Raises:
         RuleError: it reads a container of more than `MAX_ITEMS`.
-
-    Example:
-        >>> rate = [0.5]
-        >>> values = ReadValues(lambda p: p.mul_(rate[0]))
-        >>> values.hold()
-        True
-        >>> rate[0] = 0.25
-        >>> values.hold()
-        False
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -75,7 +66,8 @@ class ReadValues:
             walk = _Walk(function, names)
             if len(names) == known:
                 break
-        self._readers = walk.readers
+        self.readers = walk.readers
+        """Functions that read the values, each with what it read; none if the function names nothing of its own."""
         self._codes = walk.codes
         self.entries = walk.entries
         """The values by their names in the source, such as `config.rate`, in a form that can be compared."""
@@ -85,11 +77,11 @@ class ReadValues:
     @property
     def has_plain(self) -> bool:
         """Return whether the function reads numbers, strings and the like that may change."""
-        return bool(self._readers) and any(type(value) is _Plain for value in self.entries.values())
+        return bool(self.readers) and any(type(value) is _Plain for value in self.entries.values())
 
     def hold(self) -> bool:
         """Return whether all values are what they were."""
-        for index, (read, before) in enumerate(self._readers):
+        for index, (read, before) in enumerate(self.readers):
             try:
                 now = read()
             except (LookupError, AttributeError, ValueError):
@@ -98,7 +90,7 @@ class ReadValues:
                 continue
             if len(now) != len(before) or not all(map(_are_equal, now, before)):
                 return False
-            self._readers[index] = read, now
+            self.readers[index] = read, now
         return True
 
     def first_difference(self, other: ReadValues, only_plain: bool = False) -> str:

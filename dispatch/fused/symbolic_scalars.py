@@ -192,5 +192,5 @@ def compile_expression(expression: str, count: int) -> Evaluator:
     names = [f"x{i}" for i in range(count)]
     if expression in names:
         return itemgetter(names.index(expression))
-    function = eval(f"lambda {', '.join(names)}: {expression}", {"math": math})
-    return lambda values: function(*values)  # type: ignore[no-any-return]
+    evaluator: Evaluator = eval(f"lambda values: (lambda {', '.join(names)}: {expression})(*values)", {"math": math})
+    return evaluator

@@ -164,11 +164,12 @@ class Checker:
             return result, self._report(sizes, reason)
         difference = self._compare(bucket, leaves, expected, result)
         if not difference:
-            if is_replay and isinstance(bucket, TrainedBucket):
+            if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
                 # The comparison took gradients through the call's graph: the caller gets another one.
                 before.restore()
-                bucket.count_call(elements, is_hit=True, by=-1)
+                bucket.count_call(elements, is_hit=is_replay, by=-1)
                 result = answer()
+                bucket.statistics.hits -= not is_replay
             return result, CheckReport(sizes)
         before.restore()
         lines = padded_size_lines(lambda: bucket.call(padded_leaves(leaves, spec, bucket.device)))

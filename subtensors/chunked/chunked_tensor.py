@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import string
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -219,10 +220,10 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
         raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
         check_not_transformed(x)
-    if x.layout is not torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+    dims = operator.index(x.ndim)  # of a TensorList this raises an error
+    if x.layout is not torch.strided or x.is_quantized is True:
+        kind = "quantized" if x.is_quantized is True else str(x.layout).removeprefix("torch.")
         raise TypeError(f"chunk takes a dense tensor, got one that is {kind}; make it dense first")
-    dims = x.ndim
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
     if type(dim) is not int:

@@ -63,7 +63,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if isinstance(t, PaddedTensor):
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
-        if t.is_nested:
+        if t.is_nested is True:
             raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
         return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
     rows = list(t) if isinstance(t, Iterable) else []

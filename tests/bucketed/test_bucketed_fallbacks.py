@@ -75,7 +75,8 @@ def transforms(x: Tensor) -> dict[str, Callable[[Callable[[Tensor], Tensor]], An
 @pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "jacrev", "forward mode"])
 def test_transforms_see_the_program_itself(device: str, name: str, trained: bool) -> None:
     net = nn.Linear(3, 3, device=device, dtype=torch.float64).requires_grad_(trained)
-    run = st.bucketed(net, {"input": {0: SEQ}})
+    # A bucket's first call has a graph that can be differentiated twice where it isn't compared.
+    run = st.bucketed(net, {"input": {0: SEQ}}, check=False)
     for _ in range(2):
         run(rows(5, device))
     transform = transforms(rows(5, device))[name]

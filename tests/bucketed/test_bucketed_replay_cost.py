@@ -64,7 +64,7 @@ def test_layers_share_the_padding_mask_and_the_callers_mask() -> None:
     bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     assert ours["masked_fill_"] == ours["materialize"] == 1
-    assert ours["scalar_tensor"] == 0
+    assert ours["scalar_tensor"] <= 1  # once for all layers
 
 
 @torch.no_grad()

@@ -22,13 +22,13 @@ REFUSED = {
     "mask of a tensor": (lambda p, m: p.masked_fill_(m, p.sum()), torch.bool),
     "computed mask": (lambda p, m: p.masked_fill(m * 2 > 1, 1.0), torch.float32),
     "bounds": (lambda p, m: torch.clamp(p, min=m, max=m), torch.float32),
+    "one bound": (lambda p, m: torch.clamp_min(p, m), torch.float32),
     "bound in place": (lambda p, m: p.clamp_(max=m), torch.float32),
     "clamped": (lambda p, m: m.clamp(min=p.sum()), torch.float32),
 }
 ACCEPTED = {
     "value": (lambda p, m: p.masked_fill(p > 0, m), torch.float32),
     "mask made of both": (lambda p, m: p.masked_fill(p > m, 1.0), torch.float32),
-    "one bound": (lambda p, m: torch.clamp_min(p, m), torch.float32),
     "where": (lambda p, m: torch.where(m > 0, p, m), torch.float32),
     "lerp": (lambda p, m: p.lerp(p * 2, m), torch.float32),
     "sum": (lambda p, m: p + m * 2, torch.float32),

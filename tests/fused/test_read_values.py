@@ -189,8 +189,8 @@ def test_math_that_names_nothing_of_its_own_has_nothing_to_compare():
     def math(p, g, *, lr):
         p.sub_(lr * torch.sqrt(g))
 
-    assert ReadValues(math)._readers == []
-    assert ReadValues(st.optim.AdamW._fusion.function)._readers == []
+    assert ReadValues(math).readers == []
+    assert ReadValues(st.optim.AdamW._fusion.function).readers == []
 
 
 def test_an_optimizer_that_reads_a_number_reads_it_at_each_step(monkeypatch):

@@ -253,6 +253,7 @@ TWO: dict[str, Program] = {
 STAND_INS_DIFFER: dict[str, list[tuple[int, ...]]] = {
     "transposed convolution": [(2,)],
     "adaptive pool": [(0,)],
+    "split": [(0,)],  # in 2.11
     "pixels": [point for point in itertools.product(range(10), repeat=2) if 0 in point and (sum(point) % 2)],
 }
 """Sizes with an empty input or result, where torch's stand-in without values checks other than its kernel does."""
