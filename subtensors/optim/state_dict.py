@@ -55,8 +55,19 @@ class StateDict:
         return saved
 
     @staticmethod
-    def wrap(saved: SavedState) -> SavedState:
-        """Wrap the state of each parameter."""
+    def wrap(saved: SavedState, declared: Collection[str]) -> SavedState:
+        """Wrap the state of each parameter.
+
+        Args:
+            saved: a state dict.
+            declared: the names of the entries that the optimizer keeps.
+
+        Raises:
+            KeyError: the state is another optimizer's.
+        """
+        for value in saved["state"].values():
+            if isinstance(value, Mapping):
+                _check_names(set(value), set(declared))
         return {**saved, "state": {key: _Wrapped(value) for key, value in saved["state"].items()}}
 
     def unwrap(self, state: States, groups: list[dict[str, Any]], factory: StateFactory) -> None:
@@ -81,6 +92,13 @@ class StateDict:
         for key, value in state.items():
             if isinstance(value, _Wrapped):
                 state[key] = value.entries
+
+
+def _check_names(saved: set[str], declared: set[str]) -> None:
+    """Raise KeyError if none of the saved entries is one that the optimizer declares."""
+    names = saved - {"step", MASTER, AVERAGE}
+    if names and declared - {"step"} and not names & declared:
+        raise KeyError(f"the state of another optimizer: it has {sorted(names)}, and {sorted(declared)} are expected")
 
 
 def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: StateFactory) -> object:

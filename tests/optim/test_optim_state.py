@@ -109,6 +109,17 @@ def test_options_that_an_older_save_does_not_know_keep_what_this_optimizer_was_m
     assert optimizer.param_groups[0]["master_weights"] is True
 
 
+def test_a_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    other, optimizer = st.optim.SGD([p], lr=0.5, momentum=0.9), st.optim.AdamW([q], lr=1e-3)
+    p.grad = torch.ones(2)
+    other.step()
+    with pytest.raises(KeyError, match="another optimizer: it has"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert not optimizer.state
+
+
 def test_adamw_stays_decoupled_when_it_loads_a_state_of_adam() -> None:
     params = [Parameter(torch.ones(3))]
     optimizer = st.optim.AdamW(params)
