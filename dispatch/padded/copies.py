@@ -7,6 +7,7 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gather_along
+from subtensors.dispatch.padded.padded_size import PaddedSize, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -99,6 +100,18 @@ def repeat(call: PaddedCall) -> PaddedValue:
     dense, dims = x.dense[(None,) * added_dims], [*static_dims([1] * added_dims), *x.dims]
     value = PaddedValue(dense, tuple(dims), x.sizes, x.fill)
     for d, count in enumerate(times):
+        if isinstance(count, PaddedSize):
+            if value.is_padded(d):
+                raise refuse(call, "it repeats a padded dim by a padded size")
+            again = [1] * value.dim()
+            again[d] = int(count)
+            sizes = sizes_with(value.sizes, count)
+            size = multiplied(value.shape[d], count.size)
+            if most(count.size, sizes) > count:
+                raise refuse(call, f"no bucket is known to hold {size}")
+            out = value.dense.repeat(again)
+            value = result(out, with_dim(value.dims, d, padded_dim(out.shape[d], size)), sizes, value.fill_if_shifted)
+            continue
         if count == 1:
             continue
         if not value.is_padded(d):

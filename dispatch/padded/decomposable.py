@@ -56,7 +56,7 @@ FUNCTIONS = frozenset(
     """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__
     torch._tensor.Tensor.__rpow__ torch._tensor.Tensor.__rsub__ torch._tensor.Tensor.__rfloordiv__
     torch._tensor.TensorBase.pow torch._tensor.TensorBase.pow_ torch._tensor.Tensor.__floordiv__
-    torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
+    torch._tensor.Tensor.__contains__ torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
     torch._tensor.Tensor.split torch._tensor.Tensor.norm torch._tensor.Tensor.unflatten
     torch._tensor.Tensor.unique torch._tensor.Tensor.unique_consecutive torch.functional.boolean_dispatch.<locals>.fn
     torch.functional.atleast_1d torch.functional.atleast_2d torch.functional.atleast_3d

@@ -13,6 +13,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, run, table
+from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, has_sizes, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
     FINITE_FILL,
@@ -22,7 +23,8 @@ from subtensors.dispatch.padded.padded_value import (
     unpadded_value,
 )
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.sizes.dim_factors import bucket_of, static_dims
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, size_of, static_dims
 
 aten = torch.ops.aten
 
@@ -44,8 +46,18 @@ def like(call: PaddedCall) -> PaddedValue:
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
 def new_like(call: PaddedCall) -> PaddedValue:
-    """`x.new_zeros(x.shape)` is padded as `x` is; with other sizes it is unpadded."""
+    """`x.new_zeros(x.shape)` is padded as `x` is; a padded size gives a padded dim, any other number a plain one."""
     x: PaddedValue = call["self"]
+    given = call["size"]
+    is_like = [*given] == [*x.shape] and all(
+        true_expression(n) == size_of(dim) for n, dim in zip(given, x.dims, strict=True) if isinstance(n, PaddedSize)
+    )
+    if has_sizes(given) and not is_like:
+        sizes = sizes_with(x.sizes, *given)
+        dims = [dim_of(size, sizes) for size in given]
+        if x.dims and dims and x.dims[0] == padded_dim(given[0], rows_symbol()):
+            dims[0] = x.dims[0]
+        return result(call.dense({"size": list(map(bucket_of, dims))}), dims, sizes)
     out = call.dense()
     return x.like(out) if out.shape == x.shape else unpadded_value(out)
 

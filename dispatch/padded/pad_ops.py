@@ -9,9 +9,10 @@ from torch import Tensor
 
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gather_along
+from subtensors.dispatch.padded.padded_size import PaddedSize, has_sizes, least, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, static, static_dims
 from subtensors.dispatch.sizes.expressions import largest
 
 aten = torch.ops.aten
@@ -21,15 +22,28 @@ aten = torch.ops.aten
 def bordered(call: PaddedCall) -> PaddedValue:
     """Pad the valid part; a constant fills the padding too, so that the border follows the true end."""
     x: PaddedValue = call["self"]
-    if call.get("mode", "constant") != "constant":
-        return _pad_from_values(call, x)
     widths = list(call["pad"])
+    if call.get("mode", "constant") != "constant":
+        if has_sizes(widths):
+            raise refuse(call, "a border of values is as wide as a padded size")
+        return _pad_from_values(call, x)
     value = call["value"] or 0
     dims = list(x.dims)
+    sizes = sizes_with(x.sizes, *widths)
     touched = []
     for i in range(len(widths) // 2):
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]
+        if isinstance(left, PaddedSize):
+            raise refuse(call, "where the first valid position lies depends on a padded size")
+        if isinstance(right, PaddedSize):
+            size = prefix_size(x, d) + left + right.size
+            if size.has(rows_symbol()) or left < 0 or least(right.size, sizes) < 0:
+                raise refuse(call, "it cuts positions off, or adds rows to a ragged batch")
+            touched.append(d)
+            dims[d] = padded_dim(max(most(size, sizes), x.shape[d] + left), size)
+            widths[2 * i + 1] = bucket_of(dims[d]) - x.shape[d] - left
+            continue
         bucket = x.shape[d] + left + right
         if not x.is_padded(d):
             dims[d] = (static(bucket),)
@@ -43,7 +57,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
             )
     dense = x.filled(value, touched) if touched else x.dense
     out = torch.constant_pad_nd(dense, widths, value)
-    padded = result(out, dims, x.sizes, x.fill if x.fill == value and not touched else None)
+    padded = result(out, dims, sizes, x.fill if x.fill == value and not touched else None)
     # With a negative width, valid positions of the input become padding of the result, without a gradient.
     return padded.gradient_masked() if touched else padded
 

@@ -18,7 +18,7 @@ index that a program gets from elsewhere counts valid positions too, since that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -100,13 +100,17 @@ def flattened(x: PaddedValue) -> PaddedValue:
     return PaddedValue(flat, (factors,) if factors else static_dims(flat.shape), x.sizes)
 
 
-_watching: list[bool] = []
+_watching: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def checked_bounds() -> Iterator[None]:
-    """Raise IndexError inside the context for positions beyond the true size."""
-    _watching.append(True)
+def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
+    """Report positions beyond the true size inside the context.
+
+    Args:
+        report: called with a description.
+    """
+    _watching.append(report)
     try:
         yield
     finally:
@@ -114,7 +118,7 @@ def checked_bounds() -> Iterator[None]:
 
 
 def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
-    """Raise IndexError for positions beyond the true size of a dim, in the debug mode and where values are known.
+    """Report positions beyond the true size of a dim, in the debug mode and where values are known.
 
     Args:
         x: the indexed value.
@@ -135,4 +139,4 @@ def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int 
     beyond = positions >= ends
     if bool(beyond.any()):
         worst = int(positions[beyond.expand(positions.shape)].max())
-        raise IndexError(f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})")
+        _watching[-1](f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})")

@@ -11,10 +11,28 @@ import torch
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import take_range
+from subtensors.dispatch.padded.padded_size import (
+    PaddedSize,
+    dim_of,
+    is_same,
+    least,
+    sizes_with,
+    true_expression,
+    value_at,
+)
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.size_bounds import as_traced_size, selected_at_size, sliced_at_sizes
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, reshaped, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import (
+    Factors,
+    bucket_of,
+    padded_dim,
+    reshaped,
+    size_of,
+    static_dims,
+    with_dim,
+)
 from subtensors.dispatch.sizes.expressions import convolved, largest, sliced, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -29,7 +47,11 @@ def reshape(call: PaddedCall) -> PaddedValue:
     shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "an empty tensor doesn't determine the dims of its sizes")
-    return result(call.dense(), _reshaped(x.dims, tuple(shape)), x.sizes, x.fill)
+    out = result(call.dense(), _reshaped(x.dims, tuple(map(int, shape))), x.sizes, x.fill)
+    for factors, size in zip(out.dims, shape, strict=True):
+        if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes_with(x.sizes, size)):
+            raise refuse(call, f"the size {size.size} is asked for a dim of true size {size_of(factors)}")
+    return out
 
 
 @functools.lru_cache(4096)
@@ -102,11 +124,19 @@ def expand(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     target = list(call["size"])
     added = len(target) - x.dim()
-    dims: list[Factors] = list(static_dims([max(size, 1) if size < 0 else size for size in target]))
+    sizes = sizes_with(x.sizes, *target)
+    dims = [dim_of(max(size, 1) if size < 0 else size, sizes) for size in target]
     for d, factors in enumerate(x.dims):
-        if target[d + added] in (-1, bucket_of(factors)):
-            dims[d + added] = factors
-    return result(call.dense(), dims, x.sizes, x.fill)
+        size = target[d + added]
+        if size not in (-1, bucket_of(factors)):
+            continue
+        if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes):
+            if bucket_of(factors) > 1:
+                raise refuse(call, f"a dim of true size {size_of(factors)} is expanded to {size.size}")
+            continue
+        dims[d + added] = factors
+    shape = [-1 if size == -1 else bucket_of(factors) for size, factors in zip(target, dims, strict=True)]
+    return result(call.dense() if shape == target else x.dense.expand(shape), dims, sizes, x.fill)
 
 
 @table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
@@ -186,6 +216,8 @@ def select(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     d, index = call["dim"] % x.dim(), call["index"]
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
+    if isinstance(index, PaddedSize):
+        return selected_at_size(call, x, d, index)
     if not x.is_padded(d):
         return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
@@ -207,6 +239,11 @@ def slice_(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     d = call["dim"] % x.dim()
     start, stop, step = call["start"] or 0, call["end"], call["step"]
+    if x.is_padded(d) and is_traced(x.dense):
+        stop = as_traced_size(x, d, stop)
+    if isinstance(call["start"], PaddedSize) or isinstance(stop, PaddedSize):
+        call.replace("end", stop)
+        return sliced_at_sizes(call, x, d, call["start"])
     stop = None if stop is None or stop >= _END else stop
     if not x.is_padded(d):
         out = call.dense()
@@ -247,6 +284,18 @@ def narrow(call: PaddedCall) -> PaddedValue:
     """Select `length` positions from `start` on, which counts from the true end if negative."""
     x: PaddedValue = call["self"]
     d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
+    if isinstance(start, PaddedSize) or isinstance(length, PaddedSize):
+        sizes = sizes_with(x.sizes, start, length)
+        if sizes is not None and sizes.known_on_host and sizes.rows is None and x.dim():
+            at, count, end = (
+                value_at(size, sizes.assignment())
+                for size in (true_expression(start), true_expression(length), prefix_size(x, d))
+            )
+            if not -end <= at <= end or count < 0 or at % max(end, 1) + count > end:
+                raise RuntimeError(f"start ({at}) + length ({count}) exceeds dim {d} of true size {end}")
+        if least(true_expression(start), sizes) < 0:
+            raise refuse(call, "its start counts from the end")
+        return apply(aten.slice.Tensor, x, d, start, start + length)
     if not x.is_padded(d):
         out = call.dense()
         return result(out, with_dim(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+SizeTuples: TypeAlias = "int | str | tuple[SizeTuples, ...]"
+"""An expression as plain values: a number, the name of a symbol, or the name of a function and its arguments."""
+
 Size: TypeAlias = "sympy.Expr"
 """An integer expression; a plain int is accepted where one is taken."""
 
@@ -39,6 +42,36 @@ def as_expression(size: Size | int) -> Size:
     import sympy
 
     return sympy.Integer(size) if type(size) is int else sympy.sympify(size)
+
+
+def as_tuples(size: Size) -> SizeTuples:
+    """Return an expression as plain values, which any pickle may hold.
+
+    >>> as_tuples(2 * size_symbol("seq"))
+    ('Mul', 2, 'seq')
+    """
+    if size.is_Integer:
+        return int(size)
+    if size.is_Rational:
+        return ("Rational", int(size.p), int(size.q))
+    return str(size) if size.is_Symbol else (type(size).__name__, *map(as_tuples, size.args))
+
+
+def from_tuples(tuples: SizeTuples) -> Size:
+    """Return the expression that `as_tuples` returned as plain values.
+
+    >>> from_tuples(("Mul", 2, "seq"))
+    2*seq
+    """
+    import sympy
+
+    if isinstance(tuples, int):
+        return sympy.Integer(tuples)
+    if isinstance(tuples, str):
+        return size_symbol(tuples)
+    kinds = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational, sympy.Min, sympy.Max, sympy.Mod, sympy.floor)
+    name, *arguments = tuples
+    return {kind.__name__: kind for kind in kinds}[str(name)](*map(from_tuples, arguments))
 
 
 def _memoized(function: Callable[P, T]) -> Callable[P, T]:
@@ -102,6 +135,18 @@ def floor_divided(size: Size | int, by: int) -> Size:
     import sympy
 
     return sympy.sympify(size) if by == 1 else sympy.floor(size / sympy.Integer(by))
+
+
+@_memoized
+def remainder(size: Size | int, by: int) -> Size:
+    """The remainder of a size divided by `by`, as in Python.
+
+    >>> remainder(size_symbol("seq") + 4, 4)
+    Mod(seq, 4)
+    """
+    import sympy
+
+    return sympy.Mod(size, by)
 
 
 @_memoized

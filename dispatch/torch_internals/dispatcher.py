@@ -26,7 +26,12 @@ def dispatch_keys() -> Keys:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-@requires("torch._C.DispatchKey", "torch._C.DispatchKeySet", "torch._C._ForceDispatchKeyGuard")
+@requires(
+    "torch._C.DispatchKey",
+    "torch._C.DispatchKeySet",
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._len_torch_dispatch_stack",
+)
 def restored_dispatch_keys(keys: Keys, casting: bool = False) -> AbstractContextManager[object]:
     """Return a context in which the dispatcher includes and excludes these keys. Checked on 2.13.
 
@@ -35,6 +40,10 @@ def restored_dispatch_keys(keys: Keys, casting: bool = False) -> AbstractContext
         casting: true to include autocast's keys.
     """
     included, excluded = keys
+    if torch._C._len_torch_dispatch_stack() == 0:
+        # Inside a mode's own handler there is no mode for ops without tensors to go to.
+        for mode_key in ("Python", "PythonTLSSnapshot"):
+            included = included - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, mode_key))
     for key in () if casting else _AUTOCAST:
         excluded = excluded | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(included, excluded)

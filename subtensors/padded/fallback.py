@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, map_sizes, value_at
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
@@ -57,16 +58,23 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
     """
     leaves, spec = tree_flatten((args, kwargs))
     padded = {i: x for i, x in enumerate(leaves) if isinstance(x, PaddedTensor)}
+    given = find_sizes(leaves)
     _check_sizes_known(func, list(padded.values()), reason)
     name = getattr(func, "__name__", str(func))
+    copies = {i: _unpadded_copy(x) for i, x in padded.items()}
+    sizes = merge_sizes([x.sizes for x in given] + [x._sizes for x in padded.values() if x._sizes is not None])
+    assert sizes is not None
+    numbers = map_sizes(leaves, PaddedSize.on_host)
+    if any(1 in x.logical_shape for x in padded.values()):
+        _check_not_broadcast(func, name, leaves, spec, sizes)
+    # A changed version tells that the function wrote to a copy.
+    versions = {i: t._version for i, t in copies.items()}
+    call_args, call_kwargs = tree_unflatten([copies.get(i, x) for i, x in enumerate(numbers)], spec)
+    out = func(*call_args, **call_kwargs)
+    # Logged now: an error of the caller's own, such as a wrong dtype, is torch's alone.
     if not fallbacks[name]:
         _log.warning("%s runs on the unpadded data: %s", name, reason)
     fallbacks[name] += 1
-    copies = {i: _unpadded_copy(x) for i, x in padded.items()}
-    # A changed version tells that the function wrote to a copy.
-    versions = {i: t._version for i, t in copies.items()}
-    call_args, call_kwargs = tree_unflatten([copies.get(i, x) for i, x in enumerate(leaves)], spec)
-    out = func(*call_args, **call_kwargs)
     for i, t in copies.items():
         if t._version != versions[i] or (i == 0 and name in RAW_MEMORY_FUNCTIONS):
             _write(padded[i], t)
@@ -75,8 +83,6 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
     # A result that is an argument is returned as the caller's own tensor.
     if all(id(x) in inputs for x in outs if isinstance(x, Tensor)):
         return tree_unflatten([inputs.get(id(x), x) for x in outs], out_spec)
-    sizes = merge_sizes([x._sizes for x in padded.values() if x._sizes is not None])
-    assert sizes is not None
     shapes = _shapes_at_other_sizes(func, leaves, spec, sizes)
     repadded = [
         inputs.get(id(x)) or _repad(x, [s[j] for s in shapes.values()] if shapes else [], list(shapes), sizes)
@@ -116,6 +122,35 @@ def _write(target: PaddedTensor, new: Tensor) -> None:
     write_back(target, PaddedValue(dense.reshape(target.shape), value.dims, value.sizes))
 
 
+def _check_not_broadcast(
+    func: Callable[..., PyTree], name: str, leaves: list[PyTree], spec: TreeSpec, sizes: TrueSizes
+) -> None:
+    """Raise RuleError if a call runs only because a true size of 1 is broadcast.
+
+    Raises:
+        RuleError: at a true size of 2 the shapes would not fit.
+    """
+    actual = sizes.assignment()
+    ones = {symbol: 2 for symbol, n in actual.items() if n == 1}
+    at_two = {**actual, **ones}
+    if ones and _runs_on_shapes(func, leaves, spec, actual) and not _runs_on_shapes(func, leaves, spec, at_two):
+        raise RuleError(
+            f"{name} would broadcast a true size of 1 ({', '.join(map(str, ones))}) over what has the size of a "
+            f"bucket: give the sizes as x.shape[dim], pad the other tensor on the same Dim, or unpad"
+        )
+
+
+def _runs_on_shapes(
+    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: Mapping[sympy.Symbol, int]
+) -> bool:
+    call_args, call_kwargs = tree_unflatten([_at_sizes(x, sizes) for x in leaves], spec)
+    try:
+        func(*call_args, **call_kwargs)
+    except Exception:  # whatever a function says of a tensor without values
+        return False
+    return True
+
+
 _Key: TypeAlias = "tuple[sympy.Symbol, int]"
 _Shape: TypeAlias = "tuple[int, ...] | None"
 
@@ -140,7 +175,7 @@ def _shapes_at_other_sizes(
 
 def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
     if not isinstance(x, Tensor):
-        return x
+        return map_sizes(x, lambda number: value_at(number.size, sizes))
     shape = [size_on_host(size_of(factors), sizes) for factors in x._dims] if isinstance(x, PaddedTensor) else x.shape
     return torch.empty(shape, dtype=x.dtype, device="meta")
 

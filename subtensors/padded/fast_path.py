@@ -26,6 +26,7 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.interpreter import PaddedCall, is_observed
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
@@ -90,6 +91,7 @@ MAX_OUTCOMES = 4096
 
 Kinds = frozenset[type]
 
+_INTS: Kinds = frozenset([int, PaddedSize])
 _NUMBER: Kinds = frozenset([int, float])
 _SEQUENCE: Kinds = frozenset([tuple, list, torch.Size])
 _NONE: Kinds = frozenset([type(None)])
@@ -110,7 +112,7 @@ def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
     if op is not None:
         pass
     elif (op := OP_OF_SIZES.get(func)) is not None:
-        if len(args) > 1 and type(args[1]) is int:
+        if len(args) > 1 and type(args[1]) in _INTS:
             args = args[0], args[1:]
     elif (op := OP_UNLESS_IN_PLACE.get(func)) is not None:
         if kwargs.get("inplace") is False:
@@ -156,7 +158,7 @@ def _accepts(op: OpOverload, args: Args, kwargs: Kwargs) -> bool:
         return False
     for x, kinds in zip(args, positional, strict=False):
         kind = type(x)
-        if kind not in kinds or (kind in _SEQUENCE and not all(type(n) is int for n in x)):
+        if kind not in kinds or (kind in _SEQUENCE and not all(type(n) in _INTS for n in x)):
             return False
     return all(type(x) in named.get(name, ()) and type(x) not in _SEQUENCE for name, x in kwargs.items())
 
@@ -224,8 +226,9 @@ def outcome_key(op: OpOverload, args: Args, kwargs: Kwargs) -> OutcomeKey | None
             values += (x.shape, x.dtype)
             operands.append(x)
         else:
-            values += (kind, tuple(x) if kind is list else x)
-            operands.append(x)
+            values += (kind, tuple([n.text if type(n) is PaddedSize else n for n in x]) if kind in _SEQUENCE else x)
+            # Torch reads plain ints much faster.
+            operands.append([*map(int, x)] if kind in _SEQUENCE else x)
     if sizes is None or sizes.rows is not None:
         return None
     # Rules compare sizes for every value up to their buckets.

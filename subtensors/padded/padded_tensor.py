@@ -23,8 +23,8 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
-from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
-from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
+from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_on_host, size_symbol
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.sizes.dims import Dim
 
@@ -98,6 +98,8 @@ class PaddedTensor(Tensor):
     _view_source: ViewSource | None = None
     _plain_views: Sequence[weakref.ref[Tensor]] = ()
     _copied_views: Sequence[weakref.ref[PaddedTensor]] = ()
+    _known_shape: tuple[tuple[Factors, ...], TrueSizes | None, torch.Size] | None = None
+    """The shape that was last asked for, with what it was made of."""
 
     @staticmethod
     def __new__(cls, t: Tensor, dims: Mapping[int, Dim | int]) -> PaddedTensor:
@@ -194,6 +196,9 @@ class PaddedTensor(Tensor):
     __str__ = __repr__
     __format__ = object.__format__
 
+    # Torch's would ask for every attribute, some of which warn.
+    __dir__ = object.__dir__
+
     def tolist(self) -> Any:
         """The unpadded data as nested lists."""
         data = self.unpad()
@@ -230,9 +235,13 @@ class PaddedTensor(Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., PaddedTensor], tuple[object, ...]]:
+        symbols, buckets = (self._sizes.symbols, self._sizes.buckets) if self._sizes else ((), ())
         return _rebuild, (
             self._dense.detach(),
-            *self._metadata(),
+            tuple(tuple((f.bucket, as_tuples(f.size)) for f in factors) for factors in self._dims),
+            tuple(map(str, symbols)),
+            buckets,
+            self._fill,
             self._sizes and self._sizes.values,
             self.requires_grad,
         )
@@ -344,17 +353,23 @@ def count_of(x: PaddedTensor, dim: int) -> Tensor:
 
 def _rebuild(
     dense: Tensor,
-    dims: tuple[Factors, ...],
-    symbols: tuple[sympy.Symbol, ...],
+    dims: Sequence[Sequence[tuple[int, SizeTuples]]],
+    symbols: Sequence[str],
     buckets: tuple[int, ...],
     fill: Fill | None,
     values: Tensor | None,
     requires_grad: bool,
 ) -> PaddedTensor:
-    sizes = None if values is None else TrueSizes(symbols, buckets, values)
-    out = make_padded(PaddedValue(dense, dims, sizes, fill))
+    """Return a pickled PaddedTensor."""
+    sizes = None if values is None else TrueSizes(tuple(map(size_symbol, symbols)), buckets, values)
+    factors = tuple(tuple(Factor(bucket, from_tuples(size)) for bucket, size in dim) for dim in dims)
+    out = make_padded(PaddedValue(dense, factors, sizes, fill))
     out.requires_grad_(requires_grad)
     return out
+
+
+# A PaddedTensor is pickled as tensors, numbers and text.
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _run_whole_in_graphs() -> None:

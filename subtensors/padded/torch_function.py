@@ -41,18 +41,20 @@ from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_p
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_size import has_sizes
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.sizes.dim_factors import is_padded, size_of
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
-from subtensors.padded import fast_path, size_debug
+from subtensors.padded import fast_path
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
 from subtensors.padded.fallback import fallbacks as fallbacks  # documented under this module's name
 from subtensors.padded.inplace import assign_at_index, try_copy_storage, write_back, write_valid
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
 from subtensors.padded.replacements import REPLACEMENTS
+from subtensors.padded.shapes import numel_of, shape_of
+from subtensors.padded.sized_calls import run_with_sizes
 from subtensors.padded.views import refresh_copies, remember_views
 
 # Queries of a tensor itself, which its wrapper answers, and functions that control autograd.
@@ -70,6 +72,8 @@ _COMMON_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_cuda grad_fn is_leaf".split()
 )
 """Getters that models call all the time: the wrapper answers them, and torch has no warning for them."""
+
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 # Ops that autograd's engine and the compiler call on tensors themselves.
 _BELOW_AUTOGRAD = frozenset(
@@ -131,9 +135,17 @@ _state = _State()
 
 def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run a torch function that has a PaddedTensor among its arguments."""
-    if func in _COMMON_GETTERS and not size_debug.active_modes:
+    if func in _COMMON_GETTERS:
+        if func == _SHAPE and not ops.is_tracing():
+            return shape_of(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func is Tensor.size and type(args[0]) is PaddedTensor and not ops.is_tracing():
+        # A dim that is none of its dims is torch's own error.
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        shape = shape_of(args[0])
+        if dim is None or (type(dim) is int and -len(shape) <= dim < len(shape)):
+            return shape if dim is None else shape[dim]
     if func in fast_path.FUNCTIONS:
         try:
             answer = fast_path.try_fast_path(func, args, kwargs)
@@ -149,12 +161,11 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             # The caller is two frames up, past `__torch_function__`.
             decomposable.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
         with torch._C.DisableTorchFunctionSubclass():
-            out = _without_warnings(func, args, kwargs) if ops.is_tracing() else func(*args, **kwargs)
-        if size_debug.active_modes and isinstance(args[0], PaddedTensor):
-            if name in ("numel", "nelement") and unwrap(args[0]).padded_dims:
-                return size_debug.PaddedSize(out, "all dims")
-            if name == "size" or isinstance(out, torch.Size):
-                return _size_that_warns(args[0], args[1:], kwargs)
+            if ops.is_tracing():
+                return _without_warnings(func, args, kwargs)
+            out = func(*args, **kwargs)
+        if name in ("numel", "nelement") and isinstance(args[0], PaddedTensor):
+            return numel_of(args[0], out)
         return out
     if is_transforming():
         raise RuleError(
@@ -164,16 +175,20 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     if name == "copy_" and len(args) > 1 and try_copy_storage(args[0], args[1]):
         return args[0]
     try:
+        if has_sizes((args, kwargs)):
+            return run_with_sizes(func, args, kwargs)
         if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
             return _run_script(func, args, kwargs)
         return REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else _run_by_rules(func, args, kwargs)
     except TooManyDims:
         raise
     except RuleError as error:
-        if name == "__setitem__" and isinstance(args[0], PaddedTensor):
-            with contextlib.suppress(UnsupportedCall):
-                return assign_at_index(*args)
-        return run_on_unpadded_data(func, args, kwargs, error)
+        reason = error
+    if name == "__setitem__" and isinstance(args[0], PaddedTensor):
+        with contextlib.suppress(UnsupportedCall):
+            return assign_at_index(*args)
+    # Outside of the handler: an error of the caller's own has no other error behind it.
+    return run_on_unpadded_data(func, args, kwargs, reason)
 
 
 def _without_warnings(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -181,13 +196,6 @@ def _without_warnings(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return func(*args, **kwargs)
-
-
-def _size_that_warns(x: PaddedTensor, args: Args, kwargs: Kwargs) -> torch.Size | int:
-    true = [str(size_of(factors)) if is_padded(factors) else None for factors in x._dims]
-    shape = size_debug.shape_that_warns(x._dense.shape, true)
-    dim: int | None = args[0] if args else kwargs.get("dim")
-    return shape if dim is None else shape[dim]
 
 
 def _is_padded_as(x: PaddedTensor, other: object) -> bool:
@@ -325,6 +333,10 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
             continue
         if value.shape != target.shape and not out_names:
             raise UnsupportedCall(f"{op} would change the shape of what it writes to")
+        if op_class(op) is OpClass.POINTWISE and not torch.can_cast(value.dense.dtype, target.dtype):
+            raise RuntimeError(
+                f"result type {value.dense.dtype} can't be cast to the desired output type {target.dtype}"
+            )
         target._dense = value.dense.to(target.dtype)
         target._dims, target._sizes, target._fill = value.dims, value.sizes, None
         if id(target) in frame.originals:

@@ -1,4 +1,4 @@
-"""The debug mode for sizes: arithmetic on a padded size warns, and positions in the padding raise."""
+"""The debug mode: sizes that only Python or a plain tensor gets warn, and so do positions in the padding."""
 
 from __future__ import annotations
 
@@ -14,28 +14,50 @@ from torch import Tensor
 import subtensors as st
 
 SEQ = st.Dim("seq", max=24, buckets=st.Linear(8))
+PLAIN = torch.randn(8, 3)
+
+LEAKS: dict[str, Callable[[Any], Any]] = {
+    "a division of plain numbers": lambda x: 1 / x.shape[1],
+    "a plain tensor divided": lambda x: x.sum() / x.shape[1],
+    "all elements": lambda x: x.sum() / x.numel(),
+    "a root": lambda x: x.size(1) ** 0.5,
+    "ones": lambda x: torch.ones(x.shape[1]),
+    "arange": lambda x: torch.arange(x.size()[1]),
+    "a window": lambda x: torch.hann_window(x.shape[1]),
+    "full": lambda x: PLAIN.new_full((x.shape[1],), 1.0),
+    "expand": lambda x: PLAIN[:1].expand(x.shape[1], 3),
+    "interpolate": lambda x: torch.nn.functional.interpolate(PLAIN[None], size=x.shape[1]),
+    "irfft": lambda x: torch.fft.irfft(PLAIN, n=x.shape[1]),
+    "the end of a plain tensor": lambda x: PLAIN[-x.shape[1] :],
+    "len": lambda x: len(x.t()),
+    "a comparison": lambda x: 1 if x.shape[1] > 6 else 0,
+    "a comparison with zero": lambda x: 1 if x.shape[1] % 8 == 0 else 0,
+}
 
 
-def test_arithmetic_on_a_padded_size_warns_with_its_line() -> None:
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_size_that_becomes_a_plain_number_warns_with_its_line(name: str) -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ})
     with warnings.catch_warnings(record=True) as caught, st.watch_size_arithmetic():
         warnings.simplefilter("always")
-        _ = x.sum() / x.shape[1]
-        _ = x.size(1) * 2
-        _ = 1 / x.size()[1]
-        _ = torch.ones(x.shape[1])
-        _ = x.sum() / x.numel()
-        expected = len(caught)
+        LEAKS[name](x)
+    assert caught
+    assert all(issubclass(w.category, st.PaddedSizeWarning) for w in caught)
+    assert all(Path(w.filename).name == Path(__file__).name for w in caught)
+    assert f'"{name}"' in Path(__file__).read_text().splitlines()[caught[0].lineno - 1]
+    assert "the bucket of " in str(caught[0].message)
+
+
+def test_sizes_that_are_understood_do_not_warn() -> None:
+    x = st.pad(torch.ones(2, 5), {1: SEQ})
+    with warnings.catch_warnings(), st.watch_size_arithmetic():
+        warnings.simplefilter("error")
         _ = x.view(x.shape[0], x.shape[1], 1)[:, : x.shape[1] - 1]
         _ = x.sum() / x.shape[0]
         _ = x.sum() / x.count(1)
-    assert expected == 5
-    assert len(caught) == expected
-    assert all(issubclass(w.category, st.PaddedSizeWarning) for w in caught)
-    assert all(Path(w.filename).name == Path(__file__).name for w in caught)
-    lines = Path(__file__).read_text().splitlines()
-    assert "x.sum() / x.shape[1]" in lines[caught[0].lineno - 1]
-    assert "the bucket of dim 1 (true size seq)" in str(caught[0].message)
+        _ = x / x.shape[1]
+        _ = x[:, x.shape[1] // 2 :]
+        _ = x.shape[1] > 3, x.shape[1] == 9, x.shape == (2, 3)
 
 
 INDEXING: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -51,17 +73,38 @@ INDEXING: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", INDEXING)
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 7)])
-def test_positions_beyond_the_true_size_raise_in_the_mode(name: str, lengths: tuple[int, int]) -> None:
+def test_positions_beyond_the_true_size_warn_in_the_mode(name: str, lengths: tuple[int, int]) -> None:
     rows = [torch.randn(n) for n in lengths]
     x = st.pad(rows, {0: SEQ}) if len(set(lengths)) > 1 else st.pad(torch.stack(rows), {1: SEQ})
     index = INDEXING[name]
     index(x, torch.arange(6))
-    with st.watch_size_arithmetic():
+    with warnings.catch_warnings(), st.watch_size_arithmetic():
+        warnings.simplefilter("error")
         index(x, torch.arange(5))
-        with pytest.raises(IndexError, match="position 5 of dim 1 is padding"):
+        with pytest.raises(st.PaddedSizeWarning, match="position 5 of dim 1 is padding"):
             index(x, torch.arange(6))
 
 
-def test_outside_of_the_mode_a_size_is_a_plain_int() -> None:
+def test_the_mode_runs_an_unmodified_model_with_an_attention_mask() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MistralConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+    )
+    model = transformers.MistralForCausalLM(config).eval()
+    ids, mask = torch.randint(3, 50, (2, 5)), torch.tensor([[0, 1, 1, 1, 1]] * 2)
+    plain = model(input_ids=ids, attention_mask=mask).logits
+    with warnings.catch_warnings(), st.watch_size_arithmetic():
+        warnings.simplefilter("ignore", st.PaddedSizeWarning)
+        padded = model(input_ids=st.pad(ids, {1: SEQ}), attention_mask=st.pad(mask, {1: SEQ})).logits
+    torch.testing.assert_close(padded.unpad()[:, 1:], plain[:, 1:])
+
+
+def test_outside_of_the_mode_a_size_is_an_int_to_python() -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ})
-    assert type(x.shape[1]) is int
+    assert isinstance(x.shape[1], int)
+    assert (x.shape, x.shape[1], {8: "a"}[x.shape[1]], f"{x.shape[1]}") == ((2, 8), 8, "a", "8")

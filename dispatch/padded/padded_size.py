@@ -1,0 +1,279 @@
+"""Bucket sizes that know which true size they stand for: what `shape` of a PaddedTensor gives.
+
+To Python a `PaddedSize` is the bucket's size, an int. Sums, differences and multiples keep the expression of the true
+size, so that `x[:, : x.shape[1] - 1]` ends one before the true end, whatever the bucket is. The rules of a few ops take
+such numbers; any other call that gets one runs at the true sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
+from subtensors.dispatch.sizes.expressions import (
+    Size,
+    added,
+    as_expression,
+    floor_divided,
+    largest,
+    multiplied,
+    remainder,
+    smallest,
+)
+
+if TYPE_CHECKING:
+    import sympy
+
+
+class PaddedSize(int):
+    """A number made of bucket sizes, with the same number made of true sizes.
+
+    Args:
+        bucket: the number that Python sees.
+        size: the true one.
+        sizes: the values of its symbols.
+    """
+
+    size: Size
+    sizes: TrueSizes
+
+    def __new__(cls, bucket: int, size: Size, sizes: TrueSizes) -> PaddedSize:
+        """Return the number."""
+        number = super().__new__(cls, bucket)
+        number.size, number.sizes = size, sizes
+        return number
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The true size as text, which is hashed faster than an expression."""
+        return text_of(self.size)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        # Elsewhere its true sizes mean nothing.
+        return int, (int(self),)
+
+    def derived(self, bucket: int, size: Size, sizes: TrueSizes) -> int:
+        """Return a number made of this one; a plain int where it is the same at every true size."""
+        return int(size) if size.is_Integer else type(self)(bucket, size, sizes)
+
+    def on_device(self) -> Tensor:
+        """The true number, () int64.
+
+        Raises:
+            UnsupportedCall: it differs from row to row.
+        """
+        value = self.sizes.of_each(self.size)
+        if value.dim():
+            raise UnsupportedCall(f"the size {self.size} differs from row to row, and no dim says which is whose")
+        return value
+
+    def on_host(self, row: int | None = None) -> int:
+        """The true number; waits for the device where the host doesn't know it."""
+        return value_at(self.size, self.sizes.assignment(row))
+
+
+def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[PaddedSize, object], object]:
+    """Return the method of `int` with this name, which computes with the true size too."""
+    plain: Callable[[int, object], object] = getattr(int, name)
+
+    def method(self: PaddedSize, other: object) -> object:
+        number = plain(self, other)
+        if not isinstance(number, int) or not isinstance(other, int):
+            return number
+        if not isinstance(other, PaddedSize):
+            return self.derived(number, combined(self.size, as_expression(int(other))), self.sizes)
+        sizes = self.sizes if other.sizes is self.sizes else merge_sizes([self.sizes, other.sizes])
+        assert sizes is not None
+        return self.derived(number, combined(self.size, other.size), sizes)
+
+    method.__name__ = name
+    return method
+
+
+def _by_number(name: str, combined: Callable[[Size, int], Size]) -> Callable[[PaddedSize, object], object]:
+    """The same for a method whose other operand is a positive number that is no size."""
+    plain: Callable[[int, object], object] = getattr(int, name)
+
+    def method(self: PaddedSize, other: object) -> object:
+        number = plain(self, other)
+        if not isinstance(number, int) or not isinstance(other, int) or isinstance(other, PaddedSize) or other < 1:
+            return number
+        return self.derived(number, combined(self.size, int(other)), self.sizes)
+
+    method.__name__ = name
+    return method
+
+
+for _name, _combined in {
+    "__add__": added,
+    "__radd__": added,
+    "__sub__": lambda a, b: added(a, multiplied(-1, b)),
+    "__rsub__": lambda a, b: added(b, multiplied(-1, a)),
+    "__mul__": multiplied,
+    "__rmul__": multiplied,
+}.items():
+    setattr(PaddedSize, _name, _arithmetic(_name, _combined))
+for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.items():
+    setattr(PaddedSize, _name, _by_number(_name, _divided))
+PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
+
+
+text_of = functools.lru_cache(4096)(str)
+"""The text of an expression."""
+
+
+def has_sizes(tree: PyTree) -> bool:
+    """Return whether a padded size is among the arguments of a call, in slices too."""
+    if isinstance(tree, slice):
+        return isinstance(tree.start, PaddedSize) or isinstance(tree.stop, PaddedSize)
+    if isinstance(tree, tuple | list):
+        return any(map(has_sizes, tree))
+    if isinstance(tree, dict):
+        return any(map(has_sizes, tree.values()))
+    return isinstance(tree, PaddedSize)
+
+
+def map_sizes(tree: PyTree, function: Callable[[PaddedSize], PyTree]) -> PyTree:
+    """Return the arguments of a call with each padded size replaced, in slices too."""
+    if not has_sizes(tree):
+        return tree
+    if isinstance(tree, slice):
+        return slice(*(map_sizes(bound, function) for bound in (tree.start, tree.stop, tree.step)))
+    if isinstance(tree, dict):
+        return {name: map_sizes(x, function) for name, x in tree.items()}
+    if isinstance(tree, tuple | list):
+        listed = [map_sizes(x, function) for x in tree]
+        return listed if isinstance(tree, list) else tuple(listed)
+    return function(tree)
+
+
+def find_sizes(tree: PyTree) -> list[PaddedSize]:
+    """Return the padded sizes among the arguments of a call."""
+    found: list[PaddedSize] = []
+    map_sizes(tree, found.append)
+    return found
+
+
+def true_expression(number: int) -> Size:
+    """Return the true number that an argument stands for."""
+    return number.size if isinstance(number, PaddedSize) else as_expression(int(number))
+
+
+def sizes_with(sizes: TrueSizes | None, *numbers: object) -> TrueSizes | None:
+    """Return the true sizes of a value and of the padded sizes among some numbers."""
+    others = [number.sizes for number in numbers if isinstance(number, PaddedSize)]
+    return merge_sizes([*([] if sizes is None else [sizes]), *others]) if others else sizes
+
+
+def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """The value of an expression at some sizes; unlike a size it may be negative."""
+    import sympy
+
+    return int(size.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()}))
+
+
+def dim_of(number: int, sizes: TrueSizes | None) -> Factors:
+    """Return the dim that a number asks for: a padded one for a padded size."""
+    if not isinstance(number, PaddedSize):
+        return static_dims([number])[0]
+    return padded_dim(most(number.size, sizes), number.size)
+
+
+def most(size: Size, sizes: TrueSizes | None) -> int:
+    """Return the largest value of an expression at any true sizes of the buckets.
+
+    Raises:
+        UnsupportedCall: it is not found, for an expression of several sizes that may shrink as one of them grows.
+    """
+    values = _values(size, *_ranges(size, sizes))
+    if values is None:
+        raise UnsupportedCall(f"no bucket is known to hold the size {size}")
+    return max(values)
+
+
+def least(size: Size, sizes: TrueSizes | None) -> int:
+    """Return the smallest value of an expression of one symbol.
+
+    Raises:
+        UnsupportedCall: it is one of several symbols.
+    """
+    values = _values(size, *_ranges(size, sizes))
+    if values is None or len(size.free_symbols) > 1:
+        raise UnsupportedCall(f"the size {size} may be negative")
+    return min(values)
+
+
+def is_same(a: Size, b: Size, sizes: TrueSizes | None) -> bool:
+    """Return whether two expressions are equal at all true sizes of the buckets."""
+    if a == b:
+        return True
+    difference = a - b
+    values = _values(difference, *_ranges(difference, sizes))
+    return values is not None and len(difference.free_symbols) < 2 and not any(values)
+
+
+def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:
+    """Return the position that a bound of a slice means in a dim; a negative one counts from the end.
+
+    Args:
+        size: the true size of the dim.
+        bound: the bound, None for `default`.
+        default: a position.
+        sizes: the values of the symbols.
+    """
+    if bound is None:
+        return as_expression(default)
+    position = true_expression(bound)
+    values = _values(position, *_ranges(position, sizes))
+    clamped = smallest(position, size)
+    if values is not None and len(position.free_symbols) < 2 and min(values) >= 0:
+        return clamped
+    from_end = largest(0, added(size, position))
+    if position.is_Integer:
+        return from_end if position < 0 else clamped
+    # One where the bound is negative, else zero.
+    is_negative = smallest(1, largest(0, multiplied(-1, position)))
+    exact = largest(0, smallest(size, added(position, multiplied(size, is_negative))))
+    # Where a sign makes no difference, the simpler expression fits those of other dims.
+    return next((simple for simple in (largest(0, clamped), from_end) if is_same(simple, exact, sizes)), exact)
+
+
+def _ranges(size: Size, sizes: TrueSizes | None) -> tuple[tuple[sympy.Symbol, ...], tuple[int, ...]]:
+    """The symbols of an expression, and their buckets."""
+    symbols = sorted(size.free_symbols, key=str)
+    if sizes is None or rows_symbol() in symbols:
+        return tuple(symbols), ()
+    return tuple(symbols), tuple(sizes.buckets[sizes.symbols.index(symbol)] for symbol in symbols)
+
+
+@functools.lru_cache(4096)
+def _values(size: Size, symbols: Sequence[sympy.Symbol], buckets: Sequence[int]) -> list[int] | None:
+    """All values of an expression of one symbol; of several, the largest, where it is certain; else None."""
+    import sympy
+
+    if len(symbols) != len(buckets):
+        return None
+    if len(symbols) == 1:
+        function = sympy.lambdify(symbols, size, "math")
+        return [int(function(n)) for n in range(buckets[0] + 1)]
+    return [value_at(size, dict(zip(symbols, buckets, strict=True)))] if _grows(size) else None
+
+
+def _grows(size: Size) -> bool:
+    """Return whether an expression never shrinks as one of its symbols, which are not negative, grows."""
+    import sympy
+
+    if size.is_Symbol or size.is_Integer:
+        return True
+    if isinstance(size, sympy.Mul):
+        return all(part.is_nonnegative and (part.is_Rational or _grows(part)) for part in size.args)
+    if isinstance(size, sympy.Add | sympy.Min | sympy.Max | sympy.floor):
+        return all(part.is_Rational or _grows(part) for part in size.args)
+    return False
