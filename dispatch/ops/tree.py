@@ -128,3 +128,19 @@ def tree_find(kind: type | tuple[type, ...], tree: PyTree) -> list[PyTree]:
         elif type(part) not in _LEAVES and isinstance(part, _CONTAINERS):
             values += tree_find(kind, part)
     return values
+
+
+def tree_has(kind: type, tree: PyTree) -> bool:
+    """Return whether a value of a kind is in a pytree, the bounds of slices included.
+
+    Example:
+        >>> tree_has(bytes, (1, [slice(b"a", None)]))
+        True
+    """
+    if isinstance(tree, slice):
+        return isinstance(tree.start, kind) or isinstance(tree.stop, kind)
+    if isinstance(tree, tuple | list):
+        return any(tree_has(kind, part) for part in tree)
+    if isinstance(tree, dict):
+        return any(tree_has(kind, part) for part in tree.values())
+    return isinstance(tree, kind)

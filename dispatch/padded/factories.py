@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, run, table
-from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, has_sizes, sizes_with, true_expression
+from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
     FINITE_FILL,
@@ -52,7 +52,7 @@ def new_like(call: PaddedCall) -> PaddedValue:
     is_like = [*given] == [*x.shape] and all(
         true_expression(n) == size_of(dim) for n, dim in zip(given, x.dims, strict=True) if isinstance(n, PaddedSize)
     )
-    if has_sizes(given) and not is_like:
+    if tree_has(PaddedSize, given) and not is_like:
         sizes = sizes_with(x.sizes, *given)
         dims = [dim_of(size, sizes) for size in given]
         if x.dims and dims and x.dims[0] == padded_dim(given[0], rows_symbol()):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import gather_along
-from subtensors.dispatch.padded.padded_size import PaddedSize, has_sizes, least, most, sizes_with
+from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, static, static_dims
@@ -24,7 +25,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     widths = list(call["pad"])
     if call.get("mode", "constant") != "constant":
-        if has_sizes(widths):
+        if tree_has(PaddedSize, widths):
             raise refuse(call, "a border of values is as wide as a padded size")
         return _pad_from_values(call, x)
     value = call["value"] or 0

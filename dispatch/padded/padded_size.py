@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import PyTree, tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
@@ -129,20 +129,9 @@ text_of = functools.lru_cache(4096)(str)
 """The text of an expression."""
 
 
-def has_sizes(tree: PyTree) -> bool:
-    """Return whether a padded size is among the arguments of a call, in slices too."""
-    if isinstance(tree, slice):
-        return isinstance(tree.start, PaddedSize) or isinstance(tree.stop, PaddedSize)
-    if isinstance(tree, tuple | list):
-        return any(map(has_sizes, tree))
-    if isinstance(tree, dict):
-        return any(map(has_sizes, tree.values()))
-    return isinstance(tree, PaddedSize)
-
-
 def map_sizes(tree: PyTree, function: Callable[[PaddedSize], PyTree]) -> PyTree:
     """Return the arguments of a call with each padded size replaced, in slices too."""
-    if not has_sizes(tree):
+    if not tree_has(PaddedSize, tree):
         return tree
     if isinstance(tree, slice):
         return slice(*(map_sizes(bound, function) for bound in (tree.start, tree.stop, tree.step)))

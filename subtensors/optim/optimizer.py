@@ -358,8 +358,8 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
             KeyError: the state is another optimizer's.
         """
-        # A hook, since it comes after the user's.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, self._declaration.entries))
+        entries = self._declaration.entries  # wrapped in a hook, which comes after the user's
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, entries))
         try:
             super().load_state_dict(state_dict)
         finally:

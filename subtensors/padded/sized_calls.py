@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
-from subtensors.dispatch.padded.padded_size import PaddedSize, has_sizes, map_sizes
+from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import assign_at_index
@@ -78,7 +78,7 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     if args and isinstance(args[0], PaddedTensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
-        if func is Tensor.__setitem__ and not has_sizes(args[2:]):
+        if func is Tensor.__setitem__ and not tree_has(PaddedSize, args[2:]):
             return assign_at_index(*args)
         if func in SHAPE_OPS:
             if len(args) > 1 and isinstance(args[1], int):
@@ -119,7 +119,7 @@ def _indexed(x: Tensor, index: PyTree) -> PyTree:
     taken = sum(_dims_taken(part) for part in parts)
     rest, d = [], 0
     for part in parts:
-        if not has_sizes(part):
+        if not tree_has(PaddedSize, part):
             d += x.dim() - taken if part is Ellipsis else _dims_taken(part)
             rest.append(part)
             continue

@@ -38,10 +38,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_size import has_sizes
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.torch_internals import dispatcher, ops
@@ -175,7 +175,7 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     if name == "copy_" and len(args) > 1 and try_copy_storage(args[0], args[1]):
         return args[0]
     try:
-        if has_sizes((args, kwargs)):
+        if tree_has(PaddedSize, (args, kwargs)):
             return run_with_sizes(func, args, kwargs)
         if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
             return _run_script(func, args, kwargs)
