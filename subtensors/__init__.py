@@ -1,4 +1,4 @@
-"""Tensor types around values you already have: lists of tensors as one value, and maths fused over them."""
+"""Tensor types around values you already have: lists of tensors as one value, and math fused over them."""
 
 from subtensors import optim
 from subtensors.bucketed.bucketed import bucketed

@@ -59,7 +59,7 @@ def _sharded(make: Any, parameters: list[Tensor]) -> Step:
 
 
 def _shampoo_loop(parameters: list[Tensor]) -> Step:
-    """The maths of `st.optim.Shampoo` matrix by matrix; as there, the roots are those of the first step."""
+    """The math of `st.optim.Shampoo` matrix by matrix; as there, the roots are those of the first step."""
     from subtensors.optim.algorithms.shampoo import matrix_power
 
     moments: list[list[Tensor]] = []

@@ -52,7 +52,7 @@ def _reduce_overhead(parameters: list[Tensor]) -> Step:
 
 
 def _reduce_overhead_packed(parameters: list[Tensor]) -> Step:
-    """Adam's maths over packed lists: the compiler is shown one tensor of each, and told that it stays."""
+    """Adam's math over packed lists: the compiler is shown one tensor of each, and told that it stays."""
     from subtensors.lists.tensor_list import TensorList
 
     p, g = TensorList(parameters).pack(), TensorList([p.grad for p in parameters]).pack()
@@ -92,7 +92,7 @@ VARIANTS: dict[str, Variant] = {
     "captured": Variant(_captured, as_it_is),
     "captured-packed": Variant(_packed, _warmed_up),
 }
-"""Torch's fused step in a graph made by hand, its compiled step, Adam's maths over our lists compiled, our steps."""
+"""Torch's fused step in a graph made by hand, its compiled step, Adam's math over our lists compiled, our steps."""
 
 
 def is_measured(set_name: str, variant_name: str, slow: bool, device: str) -> bool:

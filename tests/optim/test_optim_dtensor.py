@@ -111,7 +111,7 @@ class Extreme(st.optim.Optimizer):
     """Steps by the least and the largest number of a tensor, and of how many are positive."""
 
     def update(self, p: Any, g: Any, *, lr: Any) -> None:
-        """The maths."""
+        """The math."""
         p.sub_(lr * g * (g.amax() - g.amin()) * (1 + (p > 0).sum()))
 
 
@@ -300,7 +300,7 @@ class Shortened(st.optim.Optimizer):
     state: ClassVar[Any] = {"total": torch.zeros_like}
 
     def update(self, p: Any, g: Any, total: Any, *, lr: Any) -> None:
-        """The maths."""
+        """The math."""
         total.add_(g)
         p.sub_(lr * total / total.square().mean().sqrt())
 

@@ -86,7 +86,7 @@ def test_a_number_that_changes_its_kind_or_reaches_zero_is_not_traced_again() ->
         optimizer.param_groups[0].update(lr=lr, weight_decay=decay, betas=betas)
         optimizer.step()
     assert Own._fusion.traces == 1
-    # Without a weight decay it is other maths, traced once.
+    # Without a weight decay it is other math, traced once.
     for decay in (0, 0.0, 0.1, 0, 0.2, -0.0):
         optimizer.param_groups[0]["weight_decay"] = decay
         optimizer.step()
