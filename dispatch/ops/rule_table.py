@@ -47,7 +47,7 @@ ADVICE: Mapping[OpClass, str] = {
     OpClass.SCATTER_GATHER: "index the plain tensor values",
     OpClass.OTHER: "call it on the plain tensor values, or register a rule for this very op",
 }
-"""What to do where a type has no rule, unless the type gives advice of its own."""
+"""Advice for a call that a type has no rule for, unless the type gives advice of its own."""
 
 
 class RuleTable:

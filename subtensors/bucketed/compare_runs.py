@@ -32,7 +32,7 @@ NOISE_RUNS = 2
 RESULT, GRADIENT, WRITTEN = "result", "gradient of ", "written "
 
 Observed: TypeAlias = dict[str, PyTree]
-"""What a run computed, by name: copies of its results, of gradients, and of tensors that it wrote to."""
+"""The values that a run computed, by name: copies of its results, of gradients, and of tensors that it wrote to."""
 
 
 def observe(

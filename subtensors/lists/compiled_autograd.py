@@ -23,7 +23,7 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 Edge = Tensor | torch.autograd.graph.Node
-"""What a list is connected to: an element, or the autograd node that made it."""
+"""The end of an edge from a list: an element, or the autograd node that made it."""
 
 
 class StoresTensors(Protocol):

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 Metadata = tuple[torch.dtype, torch.device, torch.Size]
-"""What a repr shows of a tensor."""
+"""The part of a tensor that a repr shows."""
 
 
 class NoSingleValue:

@@ -20,7 +20,7 @@ from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
 
 SavedState = dict[str, Any]
-"""What torch's `state_dict` returns: `state` and `param_groups`."""
+"""The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
 @dataclass

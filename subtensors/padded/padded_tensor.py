@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import sympy
 
 Metadata: TypeAlias = "tuple[tuple[Factors, ...], tuple[sympy.Symbol, ...], tuple[int, ...], Fill | None]"
-"""What a compiler may hold of a PaddedTensor: its dims, the symbols of its sizes, their buckets, and its fill."""
+"""The parts of a PaddedTensor that a compiler may hold: dims, the symbols of its sizes, their buckets, and its fill."""
 
 
 class _Handlers:

@@ -178,6 +178,36 @@ def test_a_write_too_large_to_undo_makes_the_plain_run_the_answer(device: str, m
         assert total.tolist() == [count] * 4
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_result_that_no_graph_can_return_is_returned_where_writes_are_too_large_to_undo(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    total = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def program(x: Tensor) -> set[Tensor]:
+        total.add_(1)
+        return {x.sum(1)}
+
+    (found,) = st.bucketed(program, DIMS)(rows(5, device))
+    torch.testing.assert_close(found, rows(5, device).sum(1))
+
+
+def test_an_error_of_a_program_whose_writes_are_too_large_to_undo_is_raised_after_one_run(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    total = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def program(x: Tensor) -> Tensor:
+        total.add_(1)
+        raise ValueError("too long")
+
+    with pytest.raises(ValueError, match="too long"):
+        st.bucketed(program, DIMS)(rows(5, device))
+    assert total.tolist() == [1] * 4
+
+
 def test_an_error_of_the_program_is_raised_without_a_word_about_graphs(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
