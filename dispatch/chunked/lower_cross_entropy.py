@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, plan_linear_cross_entropy
+from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape
 from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
 from subtensors.dispatch.chunked.lazy_graph import (
     LazyValue,
@@ -21,14 +21,16 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     without_ambient_modes,
 )
-from subtensors.dispatch.chunked.match_logits import match_linear_logits
-from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_layout import Policy, RowLayout
+from subtensors.dispatch.chunked.match_logits import (
+    MASTER_DTYPE,
+    master_weight,
+    match_linear_logits,
+    transposed_weight,
+)
+from subtensors.dispatch.chunked.plan import chunk_plan, loss_shape, requested_rows
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
-from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def lowered_cross_entropy(
     dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
         hidden = found.rows_of(input_tensor(found.hidden))
-        weight = evaluate(_master_weight(_transposed(found.weight), hidden.dtype))
+        weight = evaluate(master_weight(transposed_weight(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
@@ -181,13 +183,13 @@ def linear_cross_entropy_loss(
     Returns:
         a number; None where the dtypes don't fit together.
     """
-    if weight.dtype is not hidden.dtype and weight.dtype is not _MASTER_DTYPE.get(hidden.dtype):
+    if weight.dtype is not hidden.dtype and weight.dtype is not MASTER_DTYPE.get(hidden.dtype):
         return None
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
     shape = loss_shape(hidden, weight, needs_grad, policy.exact)
-    chunks = chunk_plan(shape, policy, _requested_rows(layout), hidden.device)
+    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
     with without_ambient_modes(needs_grad):
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
         if loss.grad_fn is not None:
@@ -198,77 +200,6 @@ def linear_cross_entropy_loss(
 def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
     """Return the dtype of a cross entropy of logits: theirs, or float32 under autocast."""
     return torch.float32 if logits.itemsize == 2 and is_autocast(device) else logits
-
-
-def _transposed(weight: LazyValue) -> LazyValue:
-    """Return the (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
-    node = weight.node
-    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
-        return node.args[0]
-    out: LazyValue = record(aten.t.default, weight)
-    return out
-
-
-_MASTER_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-
-
-def _master_weight(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """Return the float32 weight that autocast cast to this one, so that its gradient is not rounded, or this weight."""
-    node = weight.node
-    if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
-        return weight
-    (source,) = node.operands()
-    is_master = isinstance(source, LazyValue) and source.dtype is _MASTER_DTYPE.get(dtype) and weight.dtype is dtype
-    needs_grad = isinstance(source, LazyValue) and node.grad == source.needs_grad
-    return source if isinstance(source, LazyValue) and is_master and needs_grad else weight
-
-
-def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
-    """Return the schedule of a loss: that of the policy, or the choice of the cost model.
-
-    Args:
-        shape: of the loss.
-        policy: the limits that the user set.
-        rows: rows of a chunk, where the policy sets rows or chunks.
-        device: its free memory is the limit where the policy sets none.
-    """
-    if rows is not None or policy.memory_limit is not None:
-        limit = policy.memory_limit
-        # The user's limit is for chunks; the schedule's own limit counts the gradients, too.
-        limit = None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes
-        return _cached_plan(shape, policy.exact, rows, limit, None)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return _cached_plan(shape, policy.exact, None, None, free and _rounded_down(free))
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_plan(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
-    """Return the plan of a loss; cached, since each step of a training run needs the same."""
-    accumulate: Accumulate = "exact" if exact else "fast"
-    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
-
-
-def _rounded_down(free: int) -> int:
-    """Round free memory down to a sixteenth, so that allocations of other processes don't change the plan."""
-    step = 1 << max(0, free.bit_length() - 5)
-    return free // step * step
-
-
-def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
-    """Return the sizes that the cost of a loss depends on.
-
-    Args:
-        hidden: (N, H).
-        weight: (V, H).
-        grad: whether gradients are recorded.
-        exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
-    """
-    size = hidden.itemsize
-    needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
-
-
-_shape = functools.lru_cache(maxsize=256)(LossShape)
 
 
 def cross_entropy_options(
@@ -297,16 +228,7 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
     summed = hidden.dtype
     if logits.layout.axis.policy.exact:
-        summed = _master_weight(_transposed(weight), hidden.dtype).dtype
+        summed = master_weight(transposed_weight(weight), hidden.dtype).dtype
     shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
-    chunks = chunk_plan(shape, logits.layout.axis.policy, _requested_rows(logits.layout), logits.device)
+    chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"
-
-
-def _requested_rows(layout: RowLayout) -> int | None:
-    """Return the rows of the logits in a chunk where the policy sets them; else None."""
-    policy = layout.axis.policy
-    if policy.rows is None and policy.chunks is None:
-        return None
-    size = layout.axis.size
-    return max(1, layout.size_in((0, min(size, layout.axis.rows(lambda limit: size)))))

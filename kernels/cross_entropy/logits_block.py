@@ -22,15 +22,8 @@ from subtensors.kernels.cross_entropy.cross_entropy import (
     RowStatistics,
     Targets,
 )
+from subtensors.kernels.cross_entropy.linear_logits import Block, LinearLogits, uses_kernels
 from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
-
-
-class GradFlags(NamedTuple):
-    """The gradients to compute; one that is not needed costs nothing."""
-
-    hidden: bool = True
-    weight: bool = True
-    bias: bool = True
 
 
 class LossAndGradients(NamedTuple):
@@ -40,29 +33,6 @@ class LossAndGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-
-
-class Block(NamedTuple):
-    """A block of the logits.
-
-    Args:
-        logits: (rows, columns), rows of one stride and adjacent columns.
-        first_row, first_column: its position in the matrix of all logits.
-    """
-
-    logits: Tensor
-    first_row: int = 0
-    first_column: int = 0
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Its rows among all rows, [begin, end)."""
-        return self.first_row, self.first_row + self.logits.shape[0]
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Its columns among all columns, [begin, end)."""
-        return self.first_column, self.first_column + self.logits.shape[1]
 
 
 class BlockOps(Protocol):
@@ -219,7 +189,7 @@ class KernelOps:
                 *(rows, block.first_column, columns, *self.scalars),
                 ROWS=STATISTICS.rows,
                 **self.flags,
-                **self._launch_options(STATISTICS, columns),
+                **launch_options(STATISTICS, columns),
             )
 
     def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
@@ -231,7 +201,7 @@ class KernelOps:
         grad_softmax = factor.grad_softmax
         if self.row_loss.has_z_loss:
             grad_softmax = grad_softmax + factor.grad_z_loss * of_rows.log_sum_exp()
-        options = self._launch_options(GRADIENT, columns)
+        options = launch_options(GRADIENT, columns)
         with launching_on(into.device):
             gradient_kernel[(rows, -(-columns // options["BLOCK"]))](
                 *self._operands(block),
@@ -254,22 +224,14 @@ class KernelOps:
             *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.scalars),
             **self.flags,
             HAS_Z_LOSS=self.row_loss.has_z_loss,
-            **self._launch_options(LONG_ROWS if columns >= MIN_LONG_COLUMNS else WHOLE_ROWS, columns),
+            **launch_options(LONG_ROWS if columns >= MIN_LONG_COLUMNS else WHOLE_ROWS, columns),
         )
 
-    def _launch_options(self, tile: Tile, columns: int) -> dict[str, int]:
-        """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
-        width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
-        return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
-
-def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
-    """Return `kernels`, or by default whether Triton kernels work on the tensor: on a GPU, except for float64.
-
-    >>> uses_kernels(torch.ones(3))
-    False
-    """
-    return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
+def launch_options(tile: Tile, columns: int) -> dict[str, int]:
+    """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
+    width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
+    return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
 
 def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
@@ -278,29 +240,19 @@ def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) ->
 
 
 @dataclass
-class Problem:
+class Problem(LinearLogits):
     """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
 
     The values per row take many small kernels. They are computed on first use, which is after the first logits: the
     GPU runs a matrix product while the host prepares them.
     """
 
-    hidden: Tensor
-    weight: Tensor
     target: Tensor
-    bias: Tensor | None
     options: CrossEntropy
-    needs: GradFlags
     upstream: Tensor | None
-    weight_grad_dtype: torch.dtype
     kernels: bool | None
     overwrites_statistics: bool = False
     """True where each block holds complete rows, so that their statistics are written, not folded into."""
-
-    @cached_property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype in which sums are kept: float32, or float64 for float64 operands."""
-        return torch.promote_types(self.hidden.dtype, torch.float32)
 
     @cached_property
     def row_loss(self) -> RowLoss:
@@ -324,73 +276,8 @@ class Problem:
         """The operations on blocks of logits."""
         return block_ops(self.row_loss, self.hidden, self.kernels)
 
-    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Return the block of these rows and columns at the beginning of some memory."""
-        height, width = rows[1] - rows[0], columns[1] - columns[0]
-        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
-
-    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Compute a block of logits at the beginning of some memory."""
-        block = self.block(memory, rows, columns)
-        begin, end = columns
-        weight, bias = self.weight[begin:end].t(), None if self.bias is None else self.bias[begin:end]
-        self._multiply(self.hidden[slice(*rows)], weight, bias, block.logits)
-        return block
-
-    def logits_of_rows(self, memory: Tensor, begin: int, end: int) -> Block:
-        """Compute all logits of rows [begin, end) in memory of at least as many rows."""
-        logits = memory if end - begin == memory.shape[0] else memory[: end - begin]
-        self._multiply(self.hidden[begin:end], self._weight_by_column, self.bias, logits)
-        return Block(logits, begin)
-
-    @cached_property
-    def _weight_by_column(self) -> Tensor:
-        return self.weight.t()
-
-    @staticmethod
-    def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
-        if bias is None:
-            torch.mm(hidden, weight, out=logits)
-        else:
-            torch.addmm(bias, hidden, weight, out=logits)
-
-    def weight_grad(self) -> Tensor | None:
-        """Return memory for the gradient of the weight; None where it is not needed."""
-        if not self.needs.weight:
-            return None
-        return torch.empty(self.weight.shape, dtype=self.weight_grad_dtype, device=self.weight.device)
-
-    def bias_grad(self) -> Tensor | None:
-        """Return zeros to add the gradient of the bias to; None where it is not needed."""
-        if not self.needs.bias:
-            return None
-        return torch.zeros(self.weight.shape[0], dtype=self.compute_dtype, device=self.weight.device)
-
     def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
         """Return the loss, and these gradients in the dtypes of their operands."""
         loss = self.row_loss.loss(self.statistics)
         hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
         return LossAndGradients(loss, hidden, weight, bias)
-
-
-def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
-
-    Args:
-        result: (m, n), of the operands' dtype or float32.
-        a: (m, k).
-        b: (k, n).
-        accumulate: whether to add to the values of the result.
-    """
-    if result.dtype == a.dtype:
-        if accumulate:
-            result.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=result)
-    elif result.is_cuda:
-        if accumulate:
-            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
-        else:
-            torch.mm(a, b, out_dtype=result.dtype, out=result)
-    else:  # only GPUs have a GEMM with a wider result
-        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)
