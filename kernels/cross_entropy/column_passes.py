@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
-from subtensors.kernels.cross_entropy.linear_logits import Block, LinearLogits, product_into
+from subtensors.kernels.cross_entropy.linear_head import Block, LinearHead, product_into
 
 Parts = list[tuple[int, int]]
 
@@ -43,7 +43,7 @@ class ColumnPasses:
             passes; others are computed again.
     """
 
-    def __init__(self, linear: LinearLogits, columns: int, kept: int) -> None:
+    def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
         self.linear, self.kept = linear, kept
         self.blocks = parts(linear.weight.shape[0], columns)
         self._memory: _Memory | None = None
@@ -110,7 +110,7 @@ class ColumnPasses:
         return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * columns), linear.weight_grad())
 
 
-def _hidden_sum(linear: LinearLogits, blocks: Parts) -> CompensatedGemmSum | Float32Sum:
+def _hidden_sum(linear: LinearHead, blocks: Parts) -> CompensatedGemmSum | Float32Sum:
     """Return the accumulator of the hidden states' gradient over blocks of columns."""
     hidden, columns = linear.hidden, blocks[0][1]
     if (
@@ -120,7 +120,7 @@ def _hidden_sum(linear: LinearLogits, blocks: Parts) -> CompensatedGemmSum | Flo
     return CompensatedGemmSum(hidden.new_empty(hidden.shape), hidden.dtype, True, len(blocks), kernels=False)
 
 
-def _places(linear: LinearLogits, blocks: Parts, weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+def _places(linear: LinearHead, blocks: Parts, weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
     """Return the memory that keeps logits for the second pass, by block number; other blocks are recomputed.
 
     The memory of the weight's gradient is reused. Per column the gradient takes H elements, and the logits N. A

@@ -39,7 +39,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
 from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.linear_logits import GradFlags, product_into, uses_kernels
+from subtensors.kernels.cross_entropy.linear_head import GradFlags, product_into, uses_kernels
 from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, Problem
 
 Accumulate = Literal["exact", "fast"]

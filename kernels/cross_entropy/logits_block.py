@@ -22,7 +22,7 @@ from subtensors.kernels.cross_entropy.cross_entropy import (
     RowStatistics,
     Targets,
 )
-from subtensors.kernels.cross_entropy.linear_logits import Block, LinearLogits, uses_kernels
+from subtensors.kernels.cross_entropy.linear_head import Block, LinearHead, uses_kernels
 from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
 
 
@@ -240,7 +240,7 @@ def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) ->
 
 
 @dataclass
-class Problem(LinearLogits):
+class Problem(LinearHead):
     """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
 
     The values per row take many small kernels. They are computed on first use, which is after the first logits: the

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
-from subtensors.kernels.cross_entropy.linear_logits import Block, GradFlags, LinearLogits
+from subtensors.kernels.cross_entropy.linear_head import Block, GradFlags, LinearHead
 from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions, Upstream
 
 
@@ -66,7 +66,7 @@ class _LinearRowStatistics(torch.autograd.Function):
         kept: int,
     ) -> LogitStatistics:
         needs = ctx.needs_input_grad
-        linear = LinearLogits(
+        linear = LinearHead(
             hidden.detach(),
             weight.detach().to(hidden.dtype),
             None if bias is None else bias.detach().to(hidden.dtype),

@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 @dataclass
-class LinearLogits:
+class LinearHead:
     """A linear layer whose logits are computed a block at a time.
 
     Args:
