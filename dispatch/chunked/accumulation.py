@@ -20,7 +20,7 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     compensated_add,
     compensated_add_by_kernel,
 )
-from subtensors.kernels.cross_entropy.linear_head import product_into
+from subtensors.kernels.cross_entropy.logits_block import product_into
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 

@@ -23,6 +23,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     replicated,
 )
+from subtensors.dispatch.chunked.linear_loss import requested_rows, statistics_plan
 from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
     View,
@@ -30,7 +31,6 @@ from subtensors.dispatch.chunked.match_logits import (
     match_linear_logits,
     transposed_weight,
 )
-from subtensors.dispatch.chunked.plan import requested_rows, statistics_plan
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import StatisticsOp
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics

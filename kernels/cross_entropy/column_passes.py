@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
-from subtensors.kernels.cross_entropy.linear_head import Block, LinearHead, product_into
+from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, product_into
 
 Parts = list[tuple[int, int]]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.linear_head import product_into
+from subtensors.kernels.cross_entropy.logits_block import product_into
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.launcher import launching_on
 

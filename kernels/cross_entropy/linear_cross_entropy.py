@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -38,11 +40,62 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
 from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.linear_head import GradFlags, product_into, uses_kernels
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, Problem
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
+from subtensors.kernels.cross_entropy.logits_block import (
+    BlockOps,
+    GradFlags,
+    LinearHead,
+    LossAndGradients,
+    block_ops,
+    product_into,
+    uses_kernels,
+)
 
 Accumulate = Literal["exact", "fast"]
+
+
+@dataclass
+class Problem(LinearHead):
+    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
+
+    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
+    GPU runs a matrix product while the host prepares them.
+    """
+
+    target: Tensor
+    options: CrossEntropy
+    upstream: Tensor | None
+    kernels: bool | None
+    overwrites_statistics: bool = False
+    """True where each block holds complete rows, so that their statistics are written, not folded into."""
+
+    @cached_property
+    def row_loss(self) -> RowLoss:
+        """The loss as a function of the statistics of rows."""
+        kernels = uses_kernels(self.hidden, self.kernels)
+        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
+
+    @cached_property
+    def statistics(self) -> RowStatistics:
+        """The statistics of all rows, of the logits that were folded in."""
+        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
+        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
+
+    @cached_property
+    def factors(self) -> GradientFactors:
+        """The factors of the gradient of the logits."""
+        return self.row_loss.gradient_factors(self.upstream)
+
+    @cached_property
+    def ops(self) -> BlockOps:
+        """The operations on blocks of logits."""
+        return block_ops(self.row_loss, self.hidden, self.kernels)
+
+    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
+        """Return the loss, and these gradients in the dtypes of their operands."""
+        loss = self.row_loss.loss(self.statistics)
+        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
+        return LossAndGradients(loss, hidden, weight, bias)
 
 
 def linear_cross_entropy(

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import (
-    CrossEntropy,
     GradientFactors,
     RowLoss,
     RowStatistics,
     Targets,
 )
-from subtensors.kernels.cross_entropy.linear_head import Block, LinearHead, uses_kernels
 from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
 
 
@@ -33,6 +31,37 @@ class LossAndGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+
+
+class GradFlags(NamedTuple):
+    """The gradients to compute; one that is not needed costs nothing."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = True
+
+
+class Block(NamedTuple):
+    """A block of the logits.
+
+    Args:
+        logits: (rows, columns), rows of one stride and adjacent columns.
+        first_row, first_column: its position in the matrix of all logits.
+    """
+
+    logits: Tensor
+    first_row: int = 0
+    first_column: int = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Its rows among all rows, [begin, end)."""
+        return self.first_row, self.first_row + self.logits.shape[0]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Its columns among all columns, [begin, end)."""
+        return self.first_column, self.first_column + self.logits.shape[1]
 
 
 class BlockOps(Protocol):
@@ -234,50 +263,104 @@ def launch_options(tile: Tile, columns: int) -> dict[str, int]:
     return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
 
+def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
+    """Return `kernels`, or by default whether Triton kernels work on the tensor: on a GPU, except for float64.
+
+    >>> uses_kernels(torch.ones(3))
+    False
+    """
+    return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
+
+
+def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
+
+    Args:
+        result: (m, n), of the operands' dtype or float32.
+        a: (m, k).
+        b: (k, n).
+        accumulate: whether to add to the values of the result.
+    """
+    if result.dtype == a.dtype:
+        if accumulate:
+            result.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=result)
+    elif result.is_cuda:
+        if accumulate:
+            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
+        else:
+            torch.mm(a, b, out_dtype=result.dtype, out=result)
+    else:  # only GPUs have a GEMM with a wider result
+        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)
+
+
 def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
     """Return the operations on blocks of these logits; `kernels` as in `uses_kernels`."""
     return KernelOps(row_loss) if uses_kernels(logits, kernels) else ReferenceOps(row_loss)
 
 
 @dataclass
-class Problem(LinearHead):
-    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
+class LinearHead:
+    """A linear layer whose logits are computed a block at a time.
 
-    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
-    GPU runs a matrix product while the host prepares them.
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        needs: the gradients to compute.
+        weight_grad_dtype: of the gradient of the weight.
     """
 
-    target: Tensor
-    options: CrossEntropy
-    upstream: Tensor | None
-    kernels: bool | None
-    overwrites_statistics: bool = False
-    """True where each block holds complete rows, so that their statistics are written, not folded into."""
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    needs: GradFlags
+    weight_grad_dtype: torch.dtype
 
     @cached_property
-    def row_loss(self) -> RowLoss:
-        """The loss as a function of the statistics of rows."""
-        kernels = uses_kernels(self.hidden, self.kernels)
-        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which sums are kept: float32, or float64 for float64 operands."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """Return the block of these rows and columns at the beginning of some memory."""
+        height, width = rows[1] - rows[0], columns[1] - columns[0]
+        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
+
+    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
+        """Compute a block of logits at the beginning of some memory."""
+        block = self.block(memory, rows, columns)
+        begin, end = columns
+        weight, bias = self.weight[begin:end].t(), None if self.bias is None else self.bias[begin:end]
+        self._multiply(self.hidden[slice(*rows)], weight, bias, block.logits)
+        return block
+
+    def logits_of_rows(self, memory: Tensor, begin: int, end: int) -> Block:
+        """Compute all logits of rows [begin, end) in memory of at least as many rows."""
+        logits = memory if end - begin == memory.shape[0] else memory[: end - begin]
+        self._multiply(self.hidden[begin:end], self._weight_by_column, self.bias, logits)
+        return Block(logits, begin)
 
     @cached_property
-    def statistics(self) -> RowStatistics:
-        """The statistics of all rows, of the logits that were folded in."""
-        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
-        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
+    def _weight_by_column(self) -> Tensor:
+        return self.weight.t()
 
-    @cached_property
-    def factors(self) -> GradientFactors:
-        """The factors of the gradient of the logits."""
-        return self.row_loss.gradient_factors(self.upstream)
+    @staticmethod
+    def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+        if bias is None:
+            torch.mm(hidden, weight, out=logits)
+        else:
+            torch.addmm(bias, hidden, weight, out=logits)
 
-    @cached_property
-    def ops(self) -> BlockOps:
-        """The operations on blocks of logits."""
-        return block_ops(self.row_loss, self.hidden, self.kernels)
+    def weight_grad(self) -> Tensor | None:
+        """Return memory for the gradient of the weight; None where it is not needed."""
+        if not self.needs.weight:
+            return None
+        return torch.empty(self.weight.shape, dtype=self.weight_grad_dtype, device=self.weight.device)
 
-    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
-        """Return the loss, and these gradients in the dtypes of their operands."""
-        loss = self.row_loss.loss(self.statistics)
-        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
-        return LossAndGradients(loss, hidden, weight, bias)
+    def bias_grad(self) -> Tensor | None:
+        """Return zeros to add the gradient of the bias to; None where it is not needed."""
+        if not self.needs.bias:
+            return None
+        return torch.zeros(self.weight.shape[0], dtype=self.compute_dtype, device=self.weight.device)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
-from subtensors.kernels.cross_entropy.linear_head import Block, uses_kernels
-from subtensors.kernels.cross_entropy.logits_block import block_ops
+from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 

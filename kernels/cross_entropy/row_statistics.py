@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
-from subtensors.kernels.cross_entropy.linear_head import Block, GradFlags, LinearHead
+from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead
 from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions, Upstream
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.linear_head import Block, uses_kernels
-from subtensors.kernels.cross_entropy.logits_block import GRADIENT, STATISTICS, launch_options
+from subtensors.kernels.cross_entropy.logits_block import GRADIENT, STATISTICS, Block, launch_options, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.launcher import launching_on
 

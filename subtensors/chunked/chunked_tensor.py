@@ -17,7 +17,8 @@ from subtensors.chunked.record_call import check_not_transformed, handle_torch_d
 from subtensors.chunked.torch_function import handle_torch_function, is_metadata_query
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
-from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, describe_expected_loss
+from subtensors.dispatch.chunked.linear_loss import LoweredPlan
+from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError

@@ -27,11 +27,8 @@ from subtensors.chunked.record_call import (
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
 from subtensors.dispatch.chunked.evaluation import evaluate
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
-from subtensors.dispatch.chunked.lower_cross_entropy import (
-    cross_entropy_of_linear,
-    loss_dtype,
-    lowered_cross_entropy,
-)
+from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, loss_dtype
+from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_forms import (
     record_argmax,

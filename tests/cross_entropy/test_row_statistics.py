@@ -14,8 +14,7 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import row_sums
-from subtensors.kernels.cross_entropy.linear_head import Block
-from subtensors.kernels.cross_entropy.logits_block import Tile
+from subtensors.kernels.cross_entropy.logits_block import Block, Tile
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics, row_statistics
 from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions
 
