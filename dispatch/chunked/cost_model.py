@@ -203,7 +203,7 @@ def plan_linear_cross_entropy(
         Schedule(rows=None, columns=None, kept=0, accumulate='exact')
     """
     if rows is not None:
-        memory_limit = by_rows(shape, rows, accumulate, rates).bytes
+        memory_limit = _limit_of_rows(shape, rows, accumulate, rates)
     candidates = list(_candidates(shape, accumulate, rows, memory_limit, rates))
     limit = memory_limit
     if limit is None and free_bytes is not None:
@@ -218,6 +218,18 @@ def plan_linear_cross_entropy(
         (plan for plan in fitting if plan.seconds <= (1 + MAX_SLOWDOWN) * fastest.seconds),
         key=lambda plan: (plan.bytes, plan.seconds),
     )
+
+
+def _limit_of_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates) -> int:
+    """Return the bytes that a request for chunks of some rows allows: fewer rows never allow more.
+
+    A chunk of a few rows needs a sum that all rows at once do without, and is slower than the plan without a request:
+    that one's memory is enough then.
+    """
+    requested, whole = (by_rows(shape, count, accumulate, rates) for count in (rows, max(1, shape.rows)))
+    usual = plan_linear_cross_entropy(shape, accumulate=accumulate, rates=rates)
+    limit = min(requested.bytes, whole.bytes)
+    return limit if requested.seconds < usual.seconds else min(limit, usual.bytes)
 
 
 BLOCK_COLUMNS = (1056, 2112, 4224, 8448, 16896)
@@ -272,7 +284,7 @@ def plan_row_statistics(
         16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, 26 ms
     """
     if rows is not None:
-        memory_limit = by_rows(shape, rows, "exact", rates).bytes
+        memory_limit = _limit_of_rows(shape, rows, "exact", rates)
     limit = memory_limit
     if limit is None and free_bytes is not None:
         limit = int(FREE_MEMORY_SHARE * free_bytes)

@@ -20,7 +20,7 @@ from subtensors.dispatch.chunked.cost_model import (
 )
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, known_tensor, without_ambient_modes
 from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
-from subtensors.dispatch.chunked.row_layout import Policy, RowLayout
+from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limit
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
@@ -172,21 +172,24 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
         policy: the limits that the user set.
         rows: rows of a chunk, where the policy sets rows or chunks.
         device: its free memory is the limit where the policy sets none.
+
+    Raises:
+        ValueError: the limit that the user set can't be met.
     """
-    return _cached_plan(shape, policy.exact, rows, *_limits(shape, policy, rows, device))
+    plan = _cached_plan(shape, policy.exact, rows, *_limits(policy, rows, device))
+    check_limit(policy.memory_limit, plan.bytes)
+    return plan
 
 
 def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
     """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
-    return _cached_statistics_plan(shape, rows, *_limits(shape, policy, rows, device))
+    return _cached_statistics_plan(shape, rows, *_limits(policy, rows, device))
 
 
-def _limits(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> tuple[int | None, int | None]:
+def _limits(policy: Policy, rows: int | None, device: torch.device) -> tuple[int | None, int | None]:
     """Return the user's limit of memory, and where there is none, nor rows, the free memory."""
     if rows is not None or policy.memory_limit is not None:
-        limit = policy.memory_limit
-        # The user's limit is for chunks; the schedule's own limit counts the gradients, too.
-        return (None if limit is None else limit + shape.hidden_grad_bytes + shape.weight_grad_bytes), None
+        return policy.memory_limit, None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     return None, free and _rounded_down(free)
 
