@@ -110,17 +110,16 @@ def enable_foreach_paths(kind: type[torch.Tensor]) -> None:
             known.append(kind)
 
 
-@requires("torch._guards.TracingContext.try_get", otherwise=torch.compiler.is_compiling)
+@requires("torch._guards._TLS", otherwise=torch.compiler.is_compiling)
 def is_tracing() -> bool:
     """Return whether the compiler is tracing, or the caller's caller is its own code. Checked on 2.11, 2.13."""
-    from torch._guards import TracingContext
-
-    if TracingContext.try_get() is not None:
+    # Models read shapes all the time, and an attribute that a threading.local lacks takes long to be found missing.
+    if torch._guards._TLS.__dict__.get("tracing_context") is not None:
         return True
     caller: FrameType | None = sys._getframe(2)
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back  # a mode's, such as that of torch.set_default_device
-    return caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILER)
+    return caller is not None and _is_compiler(str(caller.f_globals.get("__name__")))
 
 
 def is_asked_for_names_only() -> bool:
@@ -138,3 +137,9 @@ _CALLERS_FOR_NAMES = {
 }
 
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
+
+
+@cache
+def _is_compiler(module: str) -> bool:
+    """Return whether a module of this name belongs to the compiler."""
+    return module.startswith(_COMPILER)
