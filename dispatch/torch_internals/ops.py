@@ -122,6 +122,16 @@ def is_tracing() -> bool:
     return caller is not None and _is_compiler(str(caller.f_globals.get("__name__")))
 
 
+def is_in_compiled_function() -> bool:
+    """Return whether a function of torch.compile is being called, which may run eagerly. Checked on 2.13."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) == _COMPILED_CALL:
+            return True
+        caller = caller.f_back
+    return False
+
+
 def is_asked_for_names_only() -> bool:
     """Return whether the calling `__tensor_flatten__` was itself called for the attribute names alone.
 
@@ -135,6 +145,8 @@ _CALLERS_FOR_NAMES = {
     ("torch._dynamo.guards", "<lambda>"),
     ("torch._functorch._aot_autograd.subclass_utils", "flatten_subclass"),
 }
+
+_COMPILED_CALL = ("torch._dynamo.eval_frame", "compile_wrapper")
 
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
 
