@@ -26,6 +26,8 @@ Program = Callable[[Any], Any]
 UNDERSTOOD: dict[str, Program] = {
     "a maximum pooled over all": lambda x: F.max_pool1d(x.mT, x.shape[1]).squeeze(-1),
     "a mean pooled over all": lambda x: F.avg_pool1d(x.mT, x.shape[1]).squeeze(-1),
+    "an image's mean": lambda x: F.avg_pool2d(x[:, None], x.shape[1:]).flatten(),
+    "an image's maximum": lambda x: F.max_pool2d(x[:, None], (x.shape[1], 4)).flatten(),
     "interpolated to a size": lambda x: F.interpolate(F.avg_pool1d(x.mT, 2), size=x.shape[1]).mT + x,
     "interpolated linearly": lambda x: F.interpolate(F.avg_pool1d(x.mT, 2), size=x.shape[1], mode="linear").mT + x,
     "pooled to a size": lambda x: F.adaptive_avg_pool1d(x.mT, x.shape[1] - 1),
@@ -143,6 +145,18 @@ def test_a_bucketed_program_computes_with_true_sizes_or_is_found_out(name: str, 
     run = st.bucketed(ALL[name], {0: {1: SEQ}})
     for n in (5, 7, 6, 3, 5):
         assert is_right(ALL[name], run(rows(n)), rows(n)), f"at {n}"
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("name", [name for name in UNDERSTOOD if "pooled over all" in name or "image's" in name])
+def test_a_pool_over_a_whole_dim_is_a_reduction_that_a_graph_computes(name: str, device: str) -> None:
+    run = st.bucketed(UNDERSTOOD[name], {0: {1: SEQ}})
+    for n in (5, 7, 3):
+        x = rows(n).to(device).requires_grad_()
+        assert is_right(UNDERSTOOD[name], run(x.detach()), x.detach())
+        gradients = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (run, UNDERSTOOD[name])]
+        torch.testing.assert_close(*gradients)
+    assert not run.stats().fallbacks
 
 
 @pytest.mark.parametrize("name", ALL)
