@@ -103,6 +103,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             return _run(SHAPE_OPS[func], args, kwargs)
         if func in OPS:
             return _run(OPS[func], args, kwargs)
+    if func is functional.interpolate:
+        return _interpolated(*args, **kwargs)
     is_plain_pool = {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1})
     if (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2 and is_plain_pool:
         pooled = _pooled_over_all(func, *args)
@@ -125,6 +127,33 @@ def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Seque
         return x.mean([*range(-count, 0)], keepdim=True)
     # The gradient goes to one of several equal maxima, as in a pool.
     return x.flatten(-count).max(-1).values[(..., *[None] * count)]
+
+
+INTERPOLATIONS = {
+    "nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    "nearest-exact": ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    "linear": ("upsample_linear1d",),
+    "bilinear": ("", "upsample_bilinear2d"),
+    "trilinear": ("", "", "upsample_trilinear3d"),
+}
+"""The op of each mode, by the number of dims."""
+
+
+def _interpolated(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: object = None,
+    mode: str = "nearest",
+    **options: bool,
+) -> Tensor:
+    """Run `F.interpolate` to sizes."""
+    rank = x.dim() - 2
+    name = dict(enumerate(INTERPOLATIONS.get(mode, ()), start=1)).get(rank)
+    if size is None or scale_factor is not None or not name or any(options.values()):
+        raise RuleError(f"PaddedTensor has no rule for {mode} interpolation with these options and a padded size")
+    target = [size] * rank if isinstance(size, int) else [*size]
+    aligned = () if mode.startswith("nearest") else (False,)
+    return _run(getattr(aten, name).vec, (x, target, *aligned, None), {})
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -28,8 +29,10 @@ UNDERSTOOD: dict[str, Program] = {
     "a mean pooled over all": lambda x: F.avg_pool1d(x.mT, x.shape[1]).squeeze(-1),
     "an image's mean": lambda x: F.avg_pool2d(x[:, None], x.shape[1:]).flatten(),
     "an image's maximum": lambda x: F.max_pool2d(x[:, None], (x.shape[1], 4)).flatten(),
-    "interpolated to a size": lambda x: F.interpolate(F.avg_pool1d(x.mT, 2), size=x.shape[1]).mT + x,
-    "interpolated linearly": lambda x: F.interpolate(F.avg_pool1d(x.mT, 2), size=x.shape[1], mode="linear").mT + x,
+    "interpolated exactly": lambda x: F.interpolate(x.mT[..., 1:], size=x.shape[1] * 2 - 1, mode="nearest-exact"),
+    "an interpolated image": lambda x: F.interpolate(x[:, None], size=(x.shape[1] + 2, 7), mode="bilinear"),
+    "interpolated to a size": lambda x: F.interpolate(x.mT[..., ::2], size=x.shape[1]).mT + x,
+    "interpolated linearly": lambda x: F.interpolate(x.mT[..., ::2], size=x.shape[1], mode="linear").mT + x,
     "pooled to a size": lambda x: F.adaptive_avg_pool1d(x.mT, x.shape[1] - 1),
     "windows of a size": lambda x: x.unfold(1, x.shape[1], 1).sum(-1).sum(1),
     "a remainder": lambda x: x * (x.shape[1] % 3),
@@ -100,6 +103,8 @@ WARNED: dict[str, Program] = {
 
 ALL = UNDERSTOOD | WARNED
 
+IN_GRAPHS = [name for name in UNDERSTOOD if "pooled over all" in name or "image" in name or "interpolated" in name]
+
 
 def rows(n: int) -> Tensor:
     return torch.randn(2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
@@ -148,8 +153,8 @@ def test_a_bucketed_program_computes_with_true_sizes_or_is_found_out(name: str, 
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("name", [name for name in UNDERSTOOD if "pooled over all" in name or "image's" in name])
-def test_a_pool_over_a_whole_dim_is_a_reduction_that_a_graph_computes(name: str, device: str) -> None:
+@pytest.mark.parametrize("name", [name for name in UNDERSTOOD if name in IN_GRAPHS])
+def test_pools_over_a_whole_dim_and_interpolations_to_a_size_are_computed_in_graphs(name: str, device: str) -> None:
     run = st.bucketed(UNDERSTOOD[name], {0: {1: SEQ}})
     for n in (5, 7, 3):
         x = rows(n).to(device).requires_grad_()
@@ -157,6 +162,24 @@ def test_a_pool_over_a_whole_dim_is_a_reduction_that_a_graph_computes(name: str,
         gradients = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (run, UNDERSTOOD[name])]
         torch.testing.assert_close(*gradients)
     assert not run.stats().fallbacks
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_interpolation_to_another_tensors_size_reads_the_positions_that_torch_does(
+    mode: str, dtype: torch.dtype
+) -> None:
+    own, error, torchs = st.Dim("m", max=64, buckets=64), 0.0, 0.0
+    for n, m in itertools.product(range(1, 40, 3), repeat=2):
+        x = torch.randn(1, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(dtype)
+        y = st.pad(torch.zeros(m), {0: own})
+        found = F.interpolate(st.pad(x, {2: st.Dim("n", max=64, buckets=64)}), size=y.shape[0], mode=mode).unpad()
+        expected, truth = (F.interpolate(t, size=m, mode=mode) for t in (x, x.double()))
+        if mode != "linear":
+            assert torch.equal(found, expected), (n, m)
+        error = max(error, (found - truth).abs().max().item())
+        torchs = max(torchs, (expected - truth).abs().max().item())
+    assert error <= 1.5 * torchs
 
 
 @pytest.mark.parametrize("name", ALL)
