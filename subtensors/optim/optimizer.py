@@ -31,11 +31,14 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
+from subtensors.optim import accumulation
+from subtensors.optim.accumulation import GRADIENT
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import Options, ParamGroup, check_options, group_options
-from subtensors.optim.state import Declaration, Initializer, swapped_averages
+from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, complete_group, group_options
+from subtensors.optim.provisional_state import is_checkpoint_step, make_state
+from subtensors.optim.state import Declaration, Initializer, StateFactory, needed_entries, swapped_averages
 from subtensors.optim.state_dict import StateDict
 from subtensors.optim.step import StepFunction, Updater, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
@@ -115,8 +118,8 @@ class Optimizer(torch.optim.Optimizer):
     _updater: Updater
     _arena: Arena | None = None
     _capture: Capture | None = None
-    _passes = 0
-    """The number of calls of `step` so far, of which `accumulate` lets only some update."""
+    _is_provisional = False
+    """True while the state is what `torch.distributed.checkpoint` made to learn what there is."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -215,10 +218,9 @@ class Optimizer(torch.optim.Optimizer):
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and self.param_groups[0].get("accumulate", 1) == 1
+            and not self._accumulates()
             and self._capture.try_fast_replay(self)
         ):
-            self._passes += 1
             return None
         return self._take_step(closure)
 
@@ -228,25 +230,31 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._passes += 1
-        if (passes := self.param_groups[0].get("accumulate", 1)) > 1:
-            if getattr(self, "found_inf", None) is not None:
-                raise RuntimeError(
-                    f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change it "
-                    "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
-                )
-            if self._is_accumulating():
-                return loss
         if type(self.state) is not States:
             self.state = States(dict, self.state)
-        if self._capture is None or not self._capture.take_step(self):
-            self._updater.update_all(self)
+        if self._is_provisional:
+            self._drop_provisional_state()
+        if not self.state and is_checkpoint_step(self.param_groups):
+            make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
+            self._is_provisional = True
+        elif self._accumulates():
+            has_scaler = getattr(self, "found_inf", None) is not None
+            accumulation.take_pass(self.param_groups, self._update_all, has_scaler)
+        else:
+            self._update_all()
         return loss
 
-    def _is_accumulating(self) -> bool:
-        """Return whether the current gradients are left for a later call of `step` to update with."""
-        passes: int = self.param_groups[0].get("accumulate", 1)
-        return self._passes % passes != 0
+    def _accumulates(self) -> bool:
+        first = self.param_groups[0]
+        return "accumulate" in first or PASSES in first
+
+    def _drop_provisional_state(self) -> None:
+        self.state.clear()
+        self._is_provisional = False
+
+    def _update_all(self) -> None:
+        if self._capture is None or not self._capture.take_step(self):
+            self._updater.update_all(self)
 
     def _split_kinds(
         self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
@@ -301,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them rather than write zeros.
         """
-        if self._is_accumulating():
+        if accumulation.is_underway(self.param_groups):
             return
         if self._capture is None or (packed := self._capture.packed) is None:
             super().zero_grad(set_to_none)
@@ -344,7 +352,15 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
-        return StateDict(self.host_entries).to_plain(super().state_dict())
+        if is_provisional := self._is_provisional:
+            self._drop_provisional_state()
+            make_state(self.param_groups, self._updater.state_factory(self))
+        saved = super().state_dict()
+        apart = StateFactory(self._declaration, self, States(), None, is_static=False)
+        StateDict.add_gradients(saved, self.param_groups, self.state, apart)
+        if is_provisional:
+            self.state.clear()
+        return StateDict(self.host_entries).to_plain(saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state that this class, or torch.optim's of the same name, saved.
@@ -357,29 +373,44 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
             KeyError: the state is another optimizer's.
+            RuntimeError: the entries of the state were lost on the way.
         """
-        entries = self._declaration.entries  # wrapped in a hook, which comes after the user's
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, entries))
+        entries = self._declaration.entries
+        needed = [name for group in self.param_groups for name in needed_entries(self._declaration, self, group)]
+        # Wrapped in a hook, which comes after the user's.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, entries, needed))
+        before = dict(vars(self))
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            vars(self).update(before)
+            raise
         finally:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not.
+        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not. Neither do
+        # gradients, which copies of parameters lack, so those of an accumulation go as state.
         kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
-        return {**super().__getstate__(), **kept}
+        state = super().__getstate__()
+        waiting = {p: {**self.state.get(p, {}), GRADIENT: p.grad} for p, _ in accumulation.waiting(self.param_groups)}
+        return {**state, **kept, "state": States(dict, {**self.state, **waiting})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        former: list[dict[str, Any]] = vars(self).get("param_groups", [])
+        was_underway = bool(former) and accumulation.is_underway(former)
         super().__setstate__(state)
         self._updater = self._new_updater()
         self.state = States(dict, self.state)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
-                    group.setdefault(name, default)
+        self._is_provisional = False
+        for index, group in enumerate(self.param_groups):
+            complete_group(group, former[index] if former else {}, self.defaults)
+            accumulation.start(group, {})
             self._check(group)
         StateDict(self.host_entries).unwrap(self.state, self.param_groups, self._updater.state_factory(self))
+        is_packed = self._capture is not None and self._capture.packed is not None
+        name = type(self).__name__
+        accumulation.restore_gradients(self.param_groups, self.state, was_underway, name, is_packed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.
@@ -390,6 +421,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group["params"], TensorList):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
+        accumulation.start(param_group, self.param_groups[0])
         self._check(param_group)
 
     def _check(self, group: ParamGroup) -> None:

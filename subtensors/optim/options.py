@@ -38,7 +38,8 @@ class Options(TypedDict, total=False):
 
     accumulate: int
     """Update once every `accumulate` calls of `step`, by the mean of the gradients that the backward passes since the
-    last update have added up; `zero_grad` leaves them alone until then. The same for all groups. Default 1."""
+    last update have added up; `zero_grad` leaves them alone until then. A state that is saved between updates holds
+    these gradients, too. The same for all groups. Default 1."""
 
     ema: float | Tensor | None
     """Keep an average of each parameter, updated inside the step: a <- ema a + (1 - ema) p. It starts as the parameter
@@ -66,8 +67,11 @@ DEFAULTS: Options = {
 _OF_OPTIMIZER = {"graph", "arena"}
 """Options of the whole optimizer, which its groups don't hold."""
 
-IN_STEP = ("max_norm", "accumulate", "ema")
-"""Options whose values a step is handed beside the hyperparameters of `update`."""
+PASSES = "accumulated"
+"""The entry of a group that counts its passes since the last update; groups with `accumulate` have it."""
+
+IN_STEP = ("max_norm", PASSES, "ema")
+"""Entries of a group whose values a step is handed beside the hyperparameters of `update`."""
 
 
 def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, object]) -> None:
@@ -89,6 +93,8 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
         raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
     if passes != (of_first := first.get("accumulate", 1)):
         raise ValueError(f"Invalid accumulate: {passes}; another group has {of_first}")
+    if type(count := group.get(PASSES, 0)) is not int or count < 0:
+        raise ValueError(f"Invalid {PASSES}: {count}; expected the number of passes since the last update")
     if group.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
@@ -106,6 +112,22 @@ def group_options(options: Options) -> ParamGroup:
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
     return {name: value for name, value in given.items() if value != defaults[name] and name not in _OF_OPTIMIZER}
+
+
+def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Give a loaded group what it doesn't say: that stays as it was.
+
+    Args:
+        group: the loaded group; changed in place.
+        former: the group that it replaces; empty if there was none.
+        defaults: the defaults of the optimizer, for the hyperparameters that neither has.
+    """
+    for name, default in defaults.items():
+        if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
+            group.setdefault(name, former.get(name, default))
+    for name in DEFAULTS:
+        if name in former:
+            group.setdefault(name, former[name])
 
 
 def torch_defaults(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> ParamGroup:

@@ -86,7 +86,7 @@ class Declaration:
         self.optional, self.low_bit, self.initializers = cls.optional, cls.low_bit, cls._initializers
         self.has_init_hook = cls.init_state is not base.init_state
         self.has_applies_hook = cls.applies_to is not base.applies_to
-        if taken := {*self.hyperparameters, *self.entries} & {*IN_STEP, SUM_OF_SQUARES}:
+        if taken := {*self.hyperparameters, *self.entries} & {*IN_STEP, "accumulate", SUM_OF_SQUARES}:
             raise TypeError(f"{cls.__name__}.update takes {sorted(taken)}, the name of an option of every optimizer")
         if set(self.entries) - {"step"} != set(self.initializers) - {"step"}:
             raise TypeError(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.optim import accumulation
+from subtensors.optim.accumulation import GRADIENT
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, StateFactory
@@ -55,19 +57,44 @@ class StateDict:
         return saved
 
     @staticmethod
-    def wrap(saved: SavedState, declared: Collection[str]) -> SavedState:
+    def add_gradients(saved: SavedState, groups: list[dict[str, Any]], state: States, factory: StateFactory) -> None:
+        """Add the gradients that are left for a later step to a state dict of torch.
+
+        Args:
+            saved: the state dict; changed in place.
+            groups: the parameter groups of the optimizer.
+            state: its state.
+            factory: makes new state, for parameters that have none: torch.optim takes an entry to be all of it.
+        """
+        params = [p for group in groups for p in group["params"]]
+        indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
+        for p, group in accumulation.waiting(groups):
+            if not state.get(p):
+                factory.create_group([p], group)
+            saved["state"][indices[p]] = Entry({**(state.get(p) or factory.state.get(p, {})), GRADIENT: p.grad})
+
+    @staticmethod
+    def wrap(saved: SavedState, declared: Collection[str], needed: Collection[str]) -> SavedState:
         """Wrap the state of each parameter.
 
         Args:
             saved: a state dict.
             declared: the names of the entries that the optimizer keeps.
+            needed: those that its groups need.
 
         Raises:
             KeyError: the state is another optimizer's.
+            RuntimeError: the state is a checkpoint's that lost its entries.
         """
         for value in saved["state"].values():
             if isinstance(value, Mapping):
                 _check_names(set(value), set(declared))
+        if needed and saved["state"] and all(type(k) is str and v == {} for k, v in saved["state"].items()):
+            raise RuntimeError(
+                "the state to load is empty: of a flattened checkpoint, torch.distributed.checkpoint looks for the "
+                "names of state entries in this optimizer, which has none yet, and asks for none where gradients "
+                "are: load before the first backward pass, and before capture(packed=True)"
+            )
         return {**saved, "state": {key: _Wrapped(value) for key, value in saved["state"].items()}}
 
     def unwrap(self, state: States, groups: list[dict[str, Any]], factory: StateFactory) -> None:
@@ -96,7 +123,7 @@ class StateDict:
 
 def _check_names(saved: set[str], declared: set[str]) -> None:
     """Raise KeyError if none of the saved entries is one that the optimizer declares."""
-    names = saved - {"step", MASTER, AVERAGE}
+    names = saved - {"step", MASTER, AVERAGE, GRADIENT}
     if names and declared - {"step"} and not names & declared:
         raise KeyError(f"the state of another optimizer: it has {sorted(names)}, and {sorted(declared)} are expected")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.optim.low_bit_state import Quantized, StochasticallyRounded, read, write
+from subtensors.optim.options import PASSES
 
 Stored = Tensor | Quantized[Tensor] | StochasticallyRounded[Tensor]
 """A parameter, master or state entry in the form that it is stored in."""
@@ -96,7 +97,7 @@ def prepare_gradient(
         The gradient, and the values that are left: the hyperparameters, and `ema`.
     """
     own = dict(values)
-    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SUM_OF_SQUARES, None)
+    max_norm, passes, squares = own.pop("max_norm", None), own.pop(PASSES, None), own.pop(SUM_OF_SQUARES, None)
     if passes is not None:
         grad_scale = passes if grad_scale is None else grad_scale * passes
     if grad_scale is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.guards import TensorSnapshot
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
+from subtensors.optim.accumulation import accumulates
 from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
 
@@ -93,7 +94,7 @@ class Optimizers:
 
     def no_capture_reason(self) -> str:
         """Return the reason why their steps cannot be captured; "" if they can."""
-        if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self.found):
+        if any(isinstance(opt, Optimizer) and accumulates(opt.param_groups) for opt in self.found):
             return "an optimizer updates only every n-th step (accumulate=n), and a graph does the same in each"
         return ""
 
