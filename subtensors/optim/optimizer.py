@@ -35,6 +35,7 @@ from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
+from subtensors.optim.hyperparameters import Accepted, Ranges, check_numbers, check_types
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, complete_group, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
@@ -111,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
+    _accepted: ClassVar[Accepted] = Ranges.none()
     _initializers: ClassVar[Mapping[str, Initializer]] = {}
     _declaration: ClassVar[Declaration]
     _fusion: ClassVar[StepFunction]
@@ -144,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        super().__init__(params, defaults | group_options(options))
+        super().__init__(params, self._complete(defaults) | group_options(options))
         self.state = States()
         if options.get("graph"):
             self.capture()
@@ -406,6 +408,7 @@ class Optimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             complete_group(group, former[index] if former else {}, self.defaults)
             accumulation.start(group, {})
+            check_types(self._declaration.number_counts, group)
             self._check(group)
         StateDict(self.host_entries).unwrap(self.state, self.param_groups, self._updater.state_factory(self))
         is_packed = self._capture is not None and self._capture.packed is not None
@@ -422,7 +425,18 @@ class Optimizer(torch.optim.Optimizer):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
         accumulation.start(param_group, self.param_groups[0])
-        self._check(param_group)
+        names = {*self.defaults, *self._declaration.hyperparameters} & {*param_group}
+        try:
+            self._complete({name: param_group[name] for name in names})
+            self._check(param_group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _complete(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Check hyperparameters, and return them with those that are missing."""
+        check_numbers(self._declaration.number_counts, values, self._accepted)
+        return self._accepted.complete(values)
 
     def _check(self, group: ParamGroup) -> None:
         """Refuse options that are not supported."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.optim.hyperparameters import number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
@@ -79,6 +80,8 @@ class Declaration:
         self.entries = tuple(s.name for s in rest if s not in hyperparameters)
         """The state entries that `update` takes, in its order."""
         self.hyperparameters = tuple(s.name for s in hyperparameters)
+        self.number_counts = number_counts(cls, function)
+        """The hyperparameters that are numbers, and of how many each is."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
         """The hyperparameters without a default."""
         self.option_names = (*self.hyperparameters, *IN_STEP)
