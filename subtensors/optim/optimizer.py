@@ -215,6 +215,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse.
+            RuleError: `update` is no straight-line math, or writes nothing.
         """
         if (
             closure is None
