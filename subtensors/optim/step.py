@@ -72,6 +72,10 @@ class StepFunction(Protocol):
         """Update the parameters of a batch, after or with the prelude."""
         ...
 
+    def read_values(self) -> tuple[object, ...]:
+        """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
+        ...
+
 
 class SteppedOptimizer(OptimizerRules, Protocol):
     """The attributes of an optimizer that a step reads."""

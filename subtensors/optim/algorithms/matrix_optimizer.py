@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.read_values import ReadValues
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.graphs.fused_graph import current_recording
@@ -149,10 +150,17 @@ class ListStep:
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
+        self._values: ReadValues | None = None
         self._has_written = False
         """True once an update was seen to write something."""
         # An instance without attributes, as in `single_tensor_step`.
         self._update: Callable[..., None] = object.__new__(cls).update  # type: ignore[attr-defined]
+
+    def read_values(self) -> tuple[object, ...]:
+        """The values that `update` reads besides its arguments now, in a form that can be compared."""
+        if self._values is None or not self._values.hold():
+            self._values = ReadValues(self._update)
+        return self._values.key
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
         """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
