@@ -83,7 +83,7 @@ def test_an_update_that_writes_state_and_drops_the_parameters_new_value_is_refus
     update: Update, declared: dict[str, Any]
 ) -> None:
     (p,) = ones(1)
-    with pytest.raises(st.RuleError, match="Mine.update changes no parameter"):
+    with pytest.raises(st.RuleError, match=r"Mine\.update changes no parameter"):
         optimizer_of(update, **declared)([p], {"lr": 0.1}).step()
 
 
