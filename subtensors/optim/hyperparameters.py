@@ -147,17 +147,17 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
     return counts
 
 
-def check_numbers(counts: Mapping[str, int], values: Values, accepted: Accepted) -> None:
-    """Refuse what is not a number where one is expected, and NaN.
+def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted) -> dict[str, Any]:
+    """Check hyperparameters, and return them with the defaults of those that are missing.
 
     Args:
-        counts: what the class says of its hyperparameters (`number_counts`).
-        values: hyperparameters by name; None is left to the class.
+        values: hyperparameters by name.
+        counts: which are numbers (`number_counts`); None is left to the class.
         accepted: what else the class says.
 
     Raises:
         TypeError: a value is not a number, or a tuple of them.
-        ValueError: NaN, a tensor of several elements, or another count of numbers.
+        ValueError: NaN, a tensor of several elements, another count of numbers, or what the class refuses.
     """
     check_types(counts, values)
     for name, value in values.items():
@@ -171,10 +171,11 @@ def check_numbers(counts: Mapping[str, int], values: Values, accepted: Accepted)
                 raise ValueError(f"Tensor {name}{place} must be 1-element")
         if any(map(_is_nan, numbers)):
             raise ValueError(f"Invalid {name}: {value!r}; expected a number, and nan is none")
+    return accepted.complete(values)
 
 
 def check_types(counts: Mapping[str, int], values: Values) -> None:
-    """Refuse what is not a number where one is expected; NaN is one here. Arguments as in `check_numbers`."""
+    """Raise TypeError where a hyperparameter is not the number that it should be; NaN is one here."""
     for name, count in counts.items():
         value = values.get(name)
         are_numbers = all(x is None or isinstance(x, Real | Tensor) for x in _numbers(value))
@@ -208,8 +209,9 @@ class _Interval(NamedTuple):
     def holds(self, value: Any) -> bool:
         if not isinstance(value, Real | Tensor):
             return False
-        is_above = self.low <= value if self.text[0] == "[" else self.low < value
-        return bool(is_above and (value <= self.high if self.text[-1] == "]" else value < self.high))
+        number = float(value)
+        is_above = self.low <= number if self.text[0] == "[" else self.low < number
+        return is_above and (number <= self.high if self.text[-1] == "]" else number < self.high)
 
     def describe(self) -> str:
         return self.text
@@ -246,7 +248,8 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 def _is_nan(number: object) -> bool:
-    return isinstance(number, Real | Tensor) and bool(number != number)
+    is_number = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, Real)
+    return is_number and bool(number != number)
 
 
 def _count(default: object) -> int:

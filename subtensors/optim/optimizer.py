@@ -8,20 +8,19 @@
                                like parameters,      update, and clipping, loss       with capture(): later
                                with their state      scaling, masters, averages       steps replay it
 
-A batch is the parameters of one group that are alike (device, state entries, sharding), mostly all of it: columns of
-tensors that are kept from step to step. A fused call runs the traced math over all of them, as one Triton kernel on a
-GPU. An optimizer is put together of parts, none of which knows the optimizer class:
+A batch is the parameters of one group that are alike, mostly all of it. A fused call runs the traced math over them, as
+one Triton kernel on a GPU. An optimizer is put together of parts, none of which knows the optimizer class:
 
     Declaration, StateFactory  what state there is, and how it starts (`state`)
     Updater                    batches, gradients, hyperparameters, and the fused calls (`step`)
     Capture                    captured steps, and the checks before a replay (`capture`, `captured_step`)
-    StateDict                  saving and loading in torch.optim's form (`state_dict`)
+    saved_state, restore_state saving and loading in torch.optim's form (`state_dict`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, ClassVar, Unpack, overload
 
@@ -32,15 +31,14 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
-from subtensors.optim.accumulation import GRADIENT
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
-from subtensors.optim.hyperparameters import Accepted, Ranges, check_numbers, check_types
+from subtensors.optim.hyperparameters import Accepted, Ranges, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, complete_group, group_options
+from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
-from subtensors.optim.state import Declaration, Initializer, StateFactory, needed_entries, swapped_averages
-from subtensors.optim.state_dict import StateDict
+from subtensors.optim.state import Declaration, Initializer, swapped_averages
+from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
 from subtensors.optim.step import StepFunction, Updater, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States
@@ -146,7 +144,8 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        super().__init__(params, self._complete(defaults) | group_options(options))
+        checked = checked_values(defaults, self._declaration.number_counts, self._accepted)
+        super().__init__(params, checked | group_options(options))
         self.state = States()
         if options.get("graph"):
             self.capture()
@@ -157,8 +156,7 @@ class Optimizer(torch.optim.Optimizer):
             self._updater.state_factory(self).create_group(group["params"], group)
 
     def _new_updater(self) -> Updater:
-        packed = None if self._capture is None else self._capture.packed
-        is_static, is_packed = self._capture is not None, packed is not None
+        is_static, is_packed = self._capture is not None, getattr(self._capture, "packed", None) is not None
         return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -236,24 +234,18 @@ class Optimizer(torch.optim.Optimizer):
         if type(self.state) is not States:
             self.state = States(dict, self.state)
         if self._is_provisional:
-            self._drop_provisional_state()
+            drop_state(self)
         if not self.state and is_checkpoint_step(self.param_groups):
             make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
             self._is_provisional = True
         elif self._accumulates():
-            has_scaler = getattr(self, "found_inf", None) is not None
-            accumulation.take_pass(self.param_groups, self._update_all, has_scaler)
+            accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()
         return loss
 
     def _accumulates(self) -> bool:
-        first = self.param_groups[0]
-        return "accumulate" in first or PASSES in first
-
-    def _drop_provisional_state(self) -> None:
-        self.state.clear()
-        self._is_provisional = False
+        return "accumulate" in self.param_groups[0] or PASSES in self.param_groups[0]
 
     def _update_all(self) -> None:
         if self._capture is None or not self._capture.take_step(self):
@@ -321,8 +313,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in packed.not_packed(p for group in self.param_groups for p in group["params"]):
             p.grad = None if set_to_none or p.grad is None else p.grad.detach_().zero_()
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """A context in which the parameters hold their averages (`ema=`), to evaluate or save; take no step in it.
 
         Raises:
@@ -340,8 +331,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> w.item()
             1.0
         """
-        with swapped_averages(self.state):
-            yield
+        return swapped_averages(self.state)
 
     def explain(self) -> str:
         """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
@@ -355,15 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
-        if is_provisional := self._is_provisional:
-            self._drop_provisional_state()
-            make_state(self.param_groups, self._updater.state_factory(self))
-        saved = super().state_dict()
-        apart = StateFactory(self._declaration, self, States(), None, is_static=False)
-        StateDict.add_gradients(saved, self.param_groups, self.state, apart)
-        if is_provisional:
-            self.state.clear()
-        return StateDict(self.host_entries).to_plain(saved)
+        return saved_state(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state that this class, or torch.optim's of the same name, saved.
@@ -378,43 +360,17 @@ class Optimizer(torch.optim.Optimizer):
             KeyError: the state is another optimizer's.
             RuntimeError: the entries of the state were lost on the way.
         """
-        entries = self._declaration.entries
-        needed = [name for group in self.param_groups for name in needed_entries(self._declaration, self, group)]
-        # Wrapped in a hook, which comes after the user's.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, entries, needed))
-        before = dict(vars(self))
-        try:
+        with loading(self):
             super().load_state_dict(state_dict)
-        except BaseException:
-            vars(self).update(before)
-            raise
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not. Neither do
-        # gradients, which copies of parameters lack, so those of an accumulation go as state.
-        kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
-        state = super().__getstate__()
-        waiting = {p: {**self.state.get(p, {}), GRADIENT: p.grad} for p, _ in accumulation.waiting(self.param_groups)}
-        return {**state, **kept, "state": States(dict, {**self.state, **waiting})}
+        return {**super().__getstate__(), **copied_state(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         former: list[dict[str, Any]] = vars(self).get("param_groups", [])
-        was_underway = bool(former) and accumulation.is_underway(former)
         super().__setstate__(state)
         self._updater = self._new_updater()
-        self.state = States(dict, self.state)
-        self._is_provisional = False
-        for index, group in enumerate(self.param_groups):
-            complete_group(group, former[index] if former else {}, self.defaults)
-            accumulation.start(group, {})
-            check_types(self._declaration.number_counts, group)
-            self._check(group)
-        StateDict(self.host_entries).unwrap(self.state, self.param_groups, self._updater.state_factory(self))
-        is_packed = self._capture is not None and self._capture.packed is not None
-        name = type(self).__name__
-        accumulation.restore_gradients(self.param_groups, self.state, was_underway, name, is_packed)
+        restore_state(self, former)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.
@@ -426,23 +382,18 @@ class Optimizer(torch.optim.Optimizer):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
         accumulation.start(param_group, self.param_groups[0])
-        names = {*self.defaults, *self._declaration.hyperparameters} & {*param_group}
+        known = {*self.defaults, *self._declaration.hyperparameters}
         try:
-            self._complete({name: param_group[name] for name in names})
+            values = {name: value for name, value in param_group.items() if name in known}
+            checked_values(values, self._declaration.number_counts, self._accepted)
             self._check(param_group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
-    def _complete(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Check hyperparameters, and return them with those that are missing."""
-        check_numbers(self._declaration.number_counts, values, self._accepted)
-        return self._accepted.complete(values)
-
     def _check(self, group: ParamGroup) -> None:
         """Refuse options that are not supported."""
-        check_options(type(self).__name__, group, self.param_groups[0])
-        check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
-        if missing := self._declaration.required - set(group):
-            name = type(self).__name__
-            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
+        name = type(self).__name__
+        check_options(name, group, self.param_groups[0])
+        check_state_dtype(name, group.get("state_dtype"), self.low_bit)
+        self._declaration.check_required(name, group)

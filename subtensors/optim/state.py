@@ -30,6 +30,9 @@ AVERAGE = "ema"
 EMPTY_CACHE_BYTES = 64 << 20
 """The least bytes of new state for which torch's cache is emptied first."""
 
+ENTRIES: set[str] = set()
+"""The names of the state entries of all classes."""
+
 Initializer = Callable[[Tensor], Tensor]
 """Makes the initial value of a state entry from its parameter, or from the float32 master."""
 
@@ -79,11 +82,12 @@ class Declaration:
         hyperparameters = [s for s in rest if s.kind is inspect.Parameter.KEYWORD_ONLY]
         self.entries = tuple(s.name for s in rest if s not in hyperparameters)
         """The state entries that `update` takes, in its order."""
+        ENTRIES.update(self.entries)
         self.hyperparameters = tuple(s.name for s in hyperparameters)
         self.number_counts = number_counts(cls, function)
         """The hyperparameters that are numbers, and of how many each is."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
-        """The hyperparameters without a default."""
+        """The hyperparameters without a default in `update`."""
         self.option_names = (*self.hyperparameters, *IN_STEP)
         """The hyperparameters, and the options that a step is given beside them."""
         self.optional, self.low_bit, self.initializers = cls.optional, cls.low_bit, cls._initializers
@@ -96,6 +100,11 @@ class Declaration:
                 f"{cls.__name__}.update takes the state entries {sorted(self.entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
+
+    def check_required(self, name: str, group: ParamGroup) -> None:
+        """Raise ValueError if a group of the optimizer of this name lacks a hyperparameter."""
+        if missing := self.required - set(group):
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
 
 
 def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
