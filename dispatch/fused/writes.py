@@ -1,4 +1,4 @@
-"""What single-tensor math writes, seen from inside: while it is traced, or where it runs on tensors one by one."""
+"""The writes of single-tensor math, seen from inside: while it is traced, or where it runs on tensors one by one."""
 
 from __future__ import annotations
 

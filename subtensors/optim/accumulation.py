@@ -8,17 +8,19 @@ there are such passes, a parameter's gradient belongs to its saved state, and lo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from subtensors.optim.options import PASSES
+from subtensors.optim.versions import States
 
 GRADIENT = "accumulated_grad"
 """The name of a gradient in a parameter's saved state."""
 
-Groups = Sequence[dict[str, Any]]
+Group = dict[str, Any]
+Groups = Sequence[Group]
 
 
 def accumulates(groups: Groups) -> bool:
@@ -31,7 +33,7 @@ def is_underway(groups: Groups) -> bool:
     return bool(groups[0].get(PASSES))
 
 
-def start(group: dict[str, Any], first: Mapping[str, Any]) -> None:
+def start(group: Group, first: Mapping[str, object]) -> None:
     """Start the count of a group that has none, as that of the first group."""
     if group.get("accumulate", 1) != 1:
         group.setdefault(PASSES, first.get(PASSES, 0))
@@ -71,15 +73,13 @@ def take_pass(groups: Groups, update: Callable[[], None], has_scaler: bool) -> N
             del group[PASSES]
 
 
-def waiting(groups: Groups) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def waiting(groups: Groups) -> Iterator[tuple[Tensor, Group]]:
     """The parameters with a gradient that is left for a later call, each with its group; none after an update."""
     for group in groups if is_underway(groups) else ():
         yield from ((p, group) for p in group["params"] if p.grad is not None)
 
 
-def restore_gradients(
-    groups: Groups, state: MutableMapping[Tensor, Any], was_underway: bool, name: str, in_place: bool
-) -> None:
+def restore_gradients(groups: Groups, state: States, was_underway: bool, name: str, in_place: bool) -> None:
     """Give parameters the gradients that were saved with their state, and take these out of it.
 
     Args:

@@ -34,17 +34,17 @@ COMMON: dict[str, Range] = {
 }
 """The ranges of hyperparameters that many optimizers have; of several numbers, each is in it."""
 
-Values = Mapping[str, Any]
+Values = dict[str, Any]
 """Hyperparameters by name."""
 
 
 class Accepted(Protocol):
-    """What a class accepts."""
+    """The hyperparameters that a class accepts."""
 
     counts_are_fixed: bool
     """Whether a hyperparameter of several numbers is of as many as its default."""
 
-    def complete(self, values: Values) -> dict[str, Any]:
+    def complete(self, values: Values) -> Values:
         """Return these hyperparameters, and the defaults of those that are missing; raise where one is not accepted."""
         ...
 
@@ -74,7 +74,7 @@ class Ranges:
         accepted.ranges, accepted.counts_are_fixed = {}, False
         return accepted
 
-    def complete(self, values: Values) -> dict[str, Any]:
+    def complete(self, values: Values) -> Values:
         """Return these values.
 
         Raises:
@@ -86,7 +86,7 @@ class Ranges:
 
 
 class Like:
-    """What the constructor of one of torch's classes accepts.
+    """The hyperparameters that the constructor of one of torch's classes accepts.
 
     Args:
         cls: the class.
@@ -104,7 +104,7 @@ class Like:
         self.known = inspect.signature(cls).parameters.keys() - {"params"}
         self.ranges = ranges
 
-    def complete(self, values: Values) -> dict[str, Any]:
+    def complete(self, values: Values) -> Values:
         """Return these values, and torch's defaults for those that are missing.
 
         Raises:
@@ -116,7 +116,7 @@ class Like:
         return {**values, **peer.defaults}
 
 
-def hyperparameters(arguments: Values) -> dict[str, Any]:
+def hyperparameters(arguments: Values) -> Values:
     """The hyperparameters among the `locals()` at the start of a constructor.
 
     Example:
@@ -147,7 +147,7 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
     return counts
 
 
-def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted) -> dict[str, Any]:
+def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 
     Args:
@@ -183,7 +183,7 @@ def check_types(counts: Mapping[str, int], values: Values) -> None:
             raise TypeError(f"Invalid {name}: {value!r}; expected {_number(count)}")
 
 
-def check_range(name: str, value: Any, allowed: Range) -> None:
+def check_range(name: str, value: object, allowed: Range) -> None:
     """Refuse a value that is not in its range.
 
     Args:
@@ -206,7 +206,7 @@ class _Interval(NamedTuple):
     low: float
     high: float
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         if not isinstance(value, Real | Tensor):
             return False
         number = float(value)
@@ -243,7 +243,7 @@ def _number(count: int) -> str:
     return "a number" if count == 1 else f"{count} numbers"
 
 
-def _numbers(value: Any) -> tuple[Any, ...]:
+def _numbers(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
@@ -253,7 +253,7 @@ def _is_nan(number: object) -> bool:
 
 
 def _count(default: object) -> int:
-    """How many numbers a default is; 0 if it is anything else."""
+    """The number of numbers in a default; 0 if it is anything else."""
     numbers = [x for x in _numbers(default) if x is not None]
     are_numbers = bool(numbers) and all(isinstance(x, Real) and not isinstance(x, bool) for x in numbers)
     return len(_numbers(default)) if are_numbers else 0

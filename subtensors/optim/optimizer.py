@@ -367,7 +367,7 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **copied_state(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        former: list[dict[str, Any]] = vars(self).get("param_groups", [])
+        former = list(vars(self).get("param_groups", []))
         super().__setstate__(state)
         self._updater = self._new_updater()
         restore_state(self, former)

@@ -8,8 +8,6 @@ dropped by a step, which starts its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
@@ -38,6 +36,6 @@ def make_state(groups: Groups, factory: StateFactory, names_gradients: bool = Fa
             factory.state[p][GRADIENT] = p.grad
 
 
-def _is_zero(lr: Any) -> bool:
+def _is_zero(lr: object) -> bool:
     # One on a device would have to be read, and is replaced by one on the CPU for such a step.
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)

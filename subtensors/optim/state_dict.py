@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.optim import accumulation
-from subtensors.optim.accumulation import GRADIENT
+from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
@@ -34,7 +34,7 @@ SavedState = dict[str, Any]
 class SavedOptimizer(SteppedOptimizer, Protocol):
     """The attributes of an optimizer that are saved and loaded, or say how."""
 
-    defaults: dict[str, Any]
+    defaults: Group
     host_entries: ClassVar[Collection[str]]
     _declaration: ClassVar[Declaration]
     _updater: Updater
@@ -97,7 +97,7 @@ def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
 
 
 def copied_state(optimizer: SavedOptimizer) -> dict[str, object]:
-    """What differs in a copy of an optimizer, which has parameters of its own."""
+    """The state that differs in a copy of an optimizer, which has parameters of its own."""
     # Steps are replayed there, from other graphs. Copies of parameters lack their gradients, which go as state.
     kept = {} if optimizer._capture is None else {"_capture": Capture(optimizer._capture.check)}
     waiting = accumulation.waiting(optimizer.param_groups)
@@ -148,7 +148,7 @@ def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     return {**saved, "state": {key: _Wrapped(value, key not in from_lacking) for key, value in state.items()}}
 
 
-def restore_state(optimizer: SavedOptimizer, former: list[dict[str, Any]]) -> None:
+def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     """Complete what torch has put into an optimizer, from a state dict or from a copy.
 
     Args:
@@ -176,7 +176,7 @@ def restore_state(optimizer: SavedOptimizer, former: list[dict[str, Any]]) -> No
     accumulation.restore_gradients(groups, optimizer.state, was_underway, type(optimizer).__name__, is_packed)
 
 
-def _unwrap(optimizer: SavedOptimizer, group: dict[str, Any]) -> None:
+def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
     state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
     needed = needed_entries(optimizer._declaration, optimizer, group)
