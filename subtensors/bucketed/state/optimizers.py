@@ -46,6 +46,7 @@ class Optimizers:
         self._tensors = list(compress(entries, self._is_tensor))
         self._snapshot = TensorSnapshot(self._tensors)
         self._options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
+        self._read_values = self._values_read()
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of their state."""
@@ -85,7 +86,12 @@ class Optimizers:
         options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
         if options != self._options:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
+        if self._values_read() != self._read_values:
+            return "a value changed that the update of an optimizer reads besides its arguments"
         return ""
+
+    def _values_read(self) -> list[tuple[object, ...]]:
+        return [opt._updater.function.read_values() for opt in self.found if isinstance(opt, Optimizer)]
 
     def reread_state(self) -> None:
         """Make the optimizers of `st.optim` read their state again, by setting each tensor in it anew."""
