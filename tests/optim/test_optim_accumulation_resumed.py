@@ -98,7 +98,7 @@ WAYS = [
 ]
 
 
-def assert_resumed(make: Make, way: Callable[[nn.Module, Optimizer, Make], Pair], stops: range) -> None:
+def assert_resumed(make: Make, way: Callable[[nn.Module, Optimizer, Make], Pair], stops: list[int]) -> None:
     whole = model()
     train(whole, make(whole.parameters()), range(9))
     for stop in stops:
@@ -117,7 +117,7 @@ def test_a_load_in_mid_accumulation_goes_on_as_if_it_had_never_stopped(name: str
     def make(params: Any) -> Optimizer:
         return getattr(st.optim, name)(params, lr=0.01, accumulate=PASSES)  # type: ignore[no-any-return]
 
-    assert_resumed(make, way, range(1, 5))
+    assert_resumed(make, way, [2, 4])  # before the first update, and after it
 
 
 @pytest.mark.parametrize("way", [by_state_dict, by_deepcopy, by_checkpoint], ids=lambda way: way.__name__)
@@ -132,7 +132,7 @@ def test_a_captured_step_goes_on_from_a_load_in_mid_accumulation(packed: bool, w
         return optimizer
 
     with kernels_on_cpu():
-        assert_resumed(make, way, range(4, 5))
+        assert_resumed(make, way, [4])
 
 
 def test_a_flat_checkpoint_whose_names_torch_does_not_find_is_refused() -> None:
@@ -150,7 +150,7 @@ def test_masters_averages_and_clipping_go_on_with_it() -> None:
     def make(params: Any) -> Optimizer:
         return st.optim.Adam(params, lr=0.01, accumulate=PASSES, ema=0.9, max_norm=0.1, amsgrad=True)
 
-    assert_resumed(make, by_state_dict, range(1, 6))
+    assert_resumed(make, by_state_dict, [1, 2, 3, 4, 5])
 
 
 def test_a_count_of_passes_is_in_the_saved_state_and_the_gradients_are_while_it_is_not_0() -> None:
