@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import optree
@@ -63,11 +63,17 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
 
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
+        ValueError: a container holds itself.
     """
     if tree is None:
         raise TypeError("TensorList takes a pytree of tensors; got None. An empty list is TensorList([])")
     leaves: list[PyTree]
-    leaves, spec = optree.tree_flatten(tree)
+    try:
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+        _refuse_none_at_a_position(leaves, spec)
+        leaves, spec = optree.tree_flatten(tree)
+    except RecursionError:
+        raise ValueError("TensorList takes a pytree of tensors; got a container that holds itself") from None
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, immutable_list | immutable_dict):
             return flatten_tensors(_mutable(tree), list_type)
@@ -80,6 +86,19 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
             path = list(spec.paths()[index])
             raise TypeError(f"an element of a TensorList is one tensor; {path} is a TensorList: give its .tree()")
     return leaves, spec
+
+
+def _refuse_none_at_a_position(leaves: Sequence[object], spec: optree.PyTreeSpec) -> None:
+    """Raise TypeError for a None in a list or a tuple, which holds no tensor: later positions would be one off.
+
+    A None under a name, as a layer without bias has it, is a part without tensors.
+    """
+    for index, leaf in enumerate(leaves):
+        if leaf is None and _under(spec, tuple(spec.paths()[index])[:-1])[0].type in (list, tuple):
+            raise TypeError(
+                f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is None: leave it out, in all lists "
+                "that go together"
+            )
 
 
 def _mutable(tree: PyTree) -> PyTree:
