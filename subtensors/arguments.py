@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex, TypeVar
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import SizeError
-
-_T = TypeVar("_T", bool, bool | None)
 
 LARGEST_SIZE = (1 << 63) - 1
 """The largest size that a tensor's dim can have."""
@@ -72,12 +70,7 @@ def size(name: str, value: object) -> int:
     return found
 
 
-def flag(name: str, value: _T) -> _T:
-    """Return an argument that is True or False, or None where its annotation has that.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if value is not None and not isinstance(value, bool):
+def flag(name: str, value: object) -> None:
+    """Raise TypeError unless an argument is True or False."""
+    if not isinstance(value, bool):
         raise TypeError(f"{name} is True or False, got {shown(value)}")
-    return value

@@ -220,6 +220,8 @@ class TensorList(NoSingleValue, torch.Tensor):
         Ellipsis or a tensor indexes every element: `tl[..., 0]` is `[t[..., 0] for t in tl]`.
         """
         if isinstance(key, int):
+            if not -len(self) <= key < len(self):
+                raise IndexError(f"no element {key} in a TensorList of {len(self)}")
             return self.tensors[key]
         if indexes_each(key):
             return TensorList._run_function(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))

@@ -9,6 +9,7 @@ import optree
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from subtensors.arguments import shown
 from subtensors.dispatch.ops.tree import PyTree
 
 Path = tuple[Hashable, ...]
@@ -85,6 +86,12 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
         if isinstance(leaf, list_type):
             path = list(spec.paths()[index])
             raise TypeError(f"an element of a TensorList is one tensor; {path} is a TensorList: give its .tree()")
+        if leaf.is_nested is True and leaf.layout is torch.strided:
+            # Torch's guards of compiled code and of fused calls end the process when they meet one.
+            raise TypeError(
+                f"TensorList takes tensors of one shape each; {leaf_name(spec, index)} is a nested one without "
+                "layout=torch.jagged: give its parts, t.unbind()"
+            )
     return leaves, spec
 
 
@@ -156,6 +163,8 @@ def _under(spec: optree.PyTreeSpec, path: Path) -> tuple[optree.PyTreeSpec, int]
     for depth, key in enumerate(path):
         entries: list[Hashable] = spec.entries()
         fields = getattr(spec.type, "_fields", ())
+        if not isinstance(key, Hashable):
+            raise KeyError(f"a TensorList has positions, slices, paths and tensors as keys, not {shown(key)}")
         position = fields.index(key) if key in fields else key
         if isinstance(position, int) and spec.type is not None and issubclass(spec.type, (list, tuple)):
             position = position + len(entries) if position < 0 else position

@@ -28,13 +28,14 @@ from typing import Any, ClassVar, Unpack, overload
 import torch
 from torch import Tensor
 
+from subtensors.arguments import flag, shown
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import Options, ParamGroup, check_hyperparameters, check_options, group_options
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import StateDict
 from subtensors.optim.step import StepFunction, Updater, with_hooks
@@ -284,6 +285,9 @@ class Optimizer(torch.optim.Optimizer):
             SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
+        flag("packed", packed)
+        if check is not None:
+            flag("check", check)
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = new_capture(params, packed, check)
@@ -387,9 +391,13 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             param_group: `params`, and hyperparameters of its own.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group is a dict with 'params', got {shown(param_group)}")
         if isinstance(param_group["params"], TensorList):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
+        if any(isinstance(p, TensorList) for p in param_group["params"]):
+            raise TypeError("params are tensors, and one is a TensorList: give the list itself, or its .tensors")
         self._check(param_group)
 
     def _check(self, group: ParamGroup) -> None:
@@ -399,3 +407,4 @@ class Optimizer(torch.optim.Optimizer):
         if missing := self._declaration.required - set(group):
             name = type(self).__name__
             raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
+        check_hyperparameters(type(self), group, self._declaration.required | ({"maximize"} & set(group)))

@@ -5,13 +5,17 @@ An optimizer that torch has, too, is checked by torch's class of its name (`torc
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
 from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.static.arena import Arena
 
 ParamGroup = dict[str, object]
@@ -81,12 +85,12 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
     Raises:
         ValueError: with the option and its value.
     """
-    if (max_norm := group.get("max_norm")) is not None and not max_norm > 0:
-        raise ValueError(f"Invalid max_norm: {max_norm}; expected more than 0, or None")
-    if (ema := group.get("ema")) is not None and not 0 <= ema <= 1:
-        raise ValueError(f"Invalid ema: {ema}; expected a number from 0 to 1, or None")
+    if (max_norm := group.get("max_norm")) is not None and not (_is_number(max_norm) and max_norm > 0):
+        raise ValueError(f"Invalid max_norm: {shown(max_norm)}; expected more than 0, or None")
+    if (ema := group.get("ema")) is not None and not (_is_number(ema) and 0 <= ema <= 1):
+        raise ValueError(f"Invalid ema: {shown(ema)}; expected a number from 0 to 1, or None")
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
-        raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
+        raise ValueError(f"Invalid accumulate: {shown(passes)}; expected a whole number of backward passes, 1 or more")
     if passes != (of_first := first.get("accumulate", 1)):
         raise ValueError(f"Invalid accumulate: {passes}; another group has {of_first}")
     if group.get("differentiable"):
@@ -101,11 +105,62 @@ def group_options(options: Options) -> ParamGroup:
 
     Raises:
         TypeError: an option is not known.
+        ValueError: one that is True or False, or an arena, is something else.
     """
     given, defaults = cast(ParamGroup, options), cast(ParamGroup, DEFAULTS)
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
-    return {name: value for name, value in given.items() if value != defaults[name] and name not in _OF_OPTIMIZER}
+    for name in ("master_weights", "graph"):
+        if not isinstance(given.get(name, False), bool):
+            raise ValueError(f"Invalid {name}: {shown(given[name])}; expected True or False")
+    if not isinstance(given.get("arena"), Arena | None):
+        raise ValueError(f"Invalid arena: {shown(given['arena'])}; expected a st.Arena or None")
+    return {
+        name: value
+        for name, value in given.items()
+        if not (value is defaults[name] or (type(value) is type(defaults[name]) and value == defaults[name]))
+        and name not in _OF_OPTIMIZER
+    }
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a real number, or a tensor of one."""
+    if isinstance(value, Tensor):
+        is_dense = type(value) not in {*MASKED_TYPES, *LAZY_TYPES, *MAPPED_TYPES} and not value.is_nested
+        is_dense = is_dense and value.layout is torch.strided and not value.is_quantized
+        return is_dense and value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_hyperparameters(cls: type, group: Mapping[str, object], names: Collection[str]) -> None:
+    """Refuse hyperparameters that `update` can't be given: of another kind than the default that the class has for one.
+
+    Args:
+        cls: the class of the optimizer.
+        group: the parameter group.
+        names: of the hyperparameters.
+
+    Raises:
+        ValueError: with the hyperparameter and its value.
+    """
+    defaults = _signature_defaults(cls)
+    for name in names:
+        value, default = group[name], defaults.get(name)
+        if isinstance(default, bool):
+            is_right, wanted = value is None or isinstance(value, int), "True or False"
+        elif isinstance(default, Real):
+            is_right, wanted = _is_number(value), "a number"
+        else:
+            parts = value if isinstance(value, tuple | list) else [value]
+            is_right = all(part is None or isinstance(part, bool | str | torch.dtype) or _is_number(part) for part in parts)
+            wanted = "a number, a bool, text, None or a tuple of these"
+        if not is_right:
+            raise ValueError(f"Invalid {name}: {shown(value)}; expected {wanted}")
+
+
+@functools.cache
+def _signature_defaults(cls: type) -> Mapping[str, object]:
+    return {p.name: p.default for p in inspect.signature(cls).parameters.values()}
 
 
 def torch_defaults(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> ParamGroup:
@@ -147,8 +202,8 @@ _NO_HYPERPARAMETERS = {"self", "params", "options", "__class__"}
 def check_not_negative(**values: float | Tensor) -> None:
     """Raise ValueError, with the argument's name and value, if a number is below 0 or NaN."""
     for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"Invalid {name}: {value}; expected 0 or more")
+        if not (_is_number(value) and value >= 0):
+            raise ValueError(f"Invalid {name}: {shown(value)}; expected 0 or more")
 
 
 def check_fractions(count: int, **values: Any) -> None:
@@ -159,7 +214,7 @@ def check_fractions(count: int, **values: Any) -> None:
         values: the arguments by name.
     """
     for name, value in values.items():
-        numbers = (value,) if count == 1 else value
-        if len(numbers) != count or not all(0 <= number < 1 for number in numbers):
+        numbers = (value,) if count == 1 else value if isinstance(value, tuple | list) else ()
+        if len(numbers) != count or not all(_is_number(number) and 0 <= number < 1 for number in numbers):
             wanted = "a number" if count == 1 else f"{count} numbers"
-            raise ValueError(f"Invalid {name}: {value}; expected {wanted} in [0, 1)")
+            raise ValueError(f"Invalid {name}: {shown(value)}; expected {wanted} in [0, 1)")

@@ -53,6 +53,11 @@ def _sgd(p: Tensor, g: Tensor, lr: float = 0.1) -> None:
     p.sub_(lr * g)
 
 
+def _mapped_sgd(**given: object) -> None:
+    for i in range(2):
+        _sgd(**{name: value[i] if isinstance(value, st.TensorList) else value for name, value in given.items()})
+
+
 class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +157,7 @@ _POINTS: dict[str, EntryPoint] = {
         _make_and_call,
         lambda: {"program": lambda x: x.sum(1), "dims": {0: {1: N}}},
         ("max_graphs", "memory_limit", "on_miss", "max_waste", "check"),
+        plain=lambda program, dims, **given: program(torch.ones(2, 3, 4)),
     ),
     "bucketed.compile": EntryPoint(lambda **given: st.bucketed(torch.exp, {0: {0: N}}, **given), dict, ("compile",)),
     "Bucketed()": EntryPoint(
@@ -172,10 +178,11 @@ _POINTS: dict[str, EntryPoint] = {
         ("mask", "scale", "progress"),
         plain=lambda **given: Tiny()(**given),
     ),
-    "Bucketed.generate": EntryPoint(lambda **given: _run().generate(**given), lambda: {"inputs": None}, ("max_length",)),
     "Bucketed.refit": EntryPoint(lambda **given: _run().refit(**given), dict, ("max_graphs",)),
     "TensorList": EntryPoint(
-        lambda x: ((made := st.TensorList(x)), made.tree(), made + 1, repr(made)), lambda: {"x": [torch.ones(3)]}
+        lambda x: ((made := st.TensorList(x)), made.tree(), made + 1, repr(made)),
+        lambda: {"x": [torch.ones(3)]},
+        plain=lambda x: torch.utils._pytree.tree_map(lambda t: t + 1, x),
     ),
     "TensorList.pack": EntryPoint(lambda x: st.TensorList(x).pack(), lambda: {"x": [torch.ones(3)]}),
     "TensorList.like": EntryPoint(
@@ -184,15 +191,28 @@ _POINTS: dict[str, EntryPoint] = {
     "TensorList.same_structure": EntryPoint(
         lambda **given: lists().same_structure(**given), lambda: {"other": lists()}
     ),
-    "TensorList[]": EntryPoint(lambda key: lists()[key], lambda: {"key": 0}),
-    "TensorList[] =": EntryPoint(lambda key, value: lists().__setitem__(key, value), lambda: {"key": 0, "value": 1}),
-    "TensorList add": EntryPoint(lambda other: lists() + other, lambda: {"other": 1}),
+    "TensorList[]": EntryPoint(
+        lambda key: lists()[key], lambda: {"key": 0}, plain=lambda key: [t[key] for t in lists()]
+    ),
+    "TensorList[] =": EntryPoint(
+        lambda key, value: lists().__setitem__(key, value),
+        lambda: {"key": 0, "value": 1},
+        plain=lambda key, value: [
+            t.__setitem__(key if isinstance(key, Tensor) else ..., value) for t in lists()
+        ],
+    ),
+    "TensorList add": EntryPoint(
+        lambda other: lists() + other, lambda: {"other": 1}, plain=lambda other: [t + other for t in lists()]
+    ),
     "fused": EntryPoint(lambda function: st.fused(function), lambda: {"function": _sgd}),
     "Fused()": EntryPoint(
-        lambda **given: st.fused(_sgd)(**given), lambda: {"p": lists(), "g": lists()}, ("lr",)
+        lambda **given: st.fused(_sgd)(**given), lambda: {"p": lists(), "g": lists()}, ("lr",), plain=_mapped_sgd
     ),
     "Fused.explain": EntryPoint(
-        lambda **given: st.fused(_sgd).explain(**given), lambda: {"p": lists(), "g": lists()}, ("lr",)
+        lambda **given: st.fused(_sgd).explain(**given),
+        lambda: {"p": lists(), "g": lists()},
+        ("lr",),
+        plain=_mapped_sgd,
     ),
     "total_norm": EntryPoint(
         st.total_norm, lambda: {"tensors": [torch.ones(3)]}, ("norm_type", "error_if_nonfinite"),
@@ -205,18 +225,27 @@ _POINTS: dict[str, EntryPoint] = {
         plain=torch.nn.utils.clip_grad_norm_,
     ),
     "stochastic_round_": EntryPoint(
-        st.stochastic_round_, lambda: {"out": torch.ones(3, dtype=torch.bfloat16), "x": torch.ones(3)}
+        st.stochastic_round_, lambda: {"target": torch.ones(3, dtype=torch.bfloat16), "source": torch.ones(3)},
+        plain=lambda target, source: target.copy_(source),
     ),
     "chunk": EntryPoint(
-        lambda **given: (st.chunk(**given) * 2).realize(),
+        lambda **given: getattr(st.chunk(**given) * 2, "realize", list)(),
         lambda: {"x": torch.ones(4, 3)},
         ("dim", "chunks", "rows", "memory_limit", "accumulate"),
+        plain=lambda x, **given: x * 2,
     ),
     "chunk.compile": EntryPoint(lambda **given: st.chunk(**given), lambda: {"x": torch.ones(4, 3)}, ("compile",)),
     "ChunkedTensor": EntryPoint(
-        lambda **given: st.ChunkedTensor(**given).sum(), lambda: {"x": torch.ones(4, 3)}, ("dim", "chunks", "rows")
+        lambda **given: st.ChunkedTensor(**given).sum(),
+        lambda: {"x": torch.ones(4, 3)},
+        ("dim", "chunks", "rows"),
+        plain=lambda x, **given: x.sum(),
     ),
-    "static": EntryPoint(lambda t: (made := st.static(t), made + 1, st.explain(made)), lambda: {"t": torch.ones(3)}),
+    "static": EntryPoint(
+        lambda t: ((made := st.static(t)), made + 1, st.explain(made)),
+        lambda: {"t": torch.ones(3)},
+        plain=lambda t: t + 1,
+    ),
     "StaticAddressTensor": EntryPoint(st.StaticAddressTensor, lambda: {"t": torch.ones(3)}),
     "Arena": EntryPoint(_arena, lambda: {"device": "cpu", "reserve": "64MiB"}, ("alignment", "chunk")),
     "Arena.zeros": EntryPoint(
@@ -231,9 +260,15 @@ _POINTS: dict[str, EntryPoint] = {
     "Arena.empty_like": EntryPoint(_in_arena("empty_like"), lambda: {"t": torch.ones(3)}, ("dtype",)),
     "Arena.static": EntryPoint(_in_arena("static"), lambda: {"t": torch.ones(3)}),
     "Arena.release": EntryPoint(_in_arena("release"), dict, ("keep",)),
-    "Arena.guard": EntryPoint(lambda call: st.Arena("cpu", reserve="64MiB").guard(call)(), lambda: {"call": dict}),
+    "Arena.guard": EntryPoint(lambda call: st.Arena("cpu", reserve="64MiB").guard(call)(),
+        lambda: {"call": dict},
+        plain=lambda call: call(),
+    ),
     "explain": EntryPoint(
-        lambda subject, **given: st.explain(subject, *given.values()), lambda: {"subject": torch.add}, ("first", "second")
+        lambda subject, **given: st.explain(subject, *given.values()),
+        lambda: {"subject": torch.add, "first": lists()},
+        ("second",),
+        plain=lambda subject, first=None, **given: subject(first[0], *given.values()),
     ),
     "watch_size_arithmetic": EntryPoint(_watched, dict, ("first",)),
     "optim.convert": EntryPoint(
@@ -270,7 +305,7 @@ def _of_optimizer(name: str, cls: type[torch.optim.Optimizer]) -> EntryPoint:
         _stepped(cls),
         lambda: {"params": [_leaf(*shape)], "lr": 0.1},
         tuple(dict.fromkeys((*own, *_OPTIONS))),
-        plain=None if theirs is None else _stepped(theirs),
+        plain=_stepped(theirs) if theirs else lambda params, **given: torch.optim.SGD(params, lr=0.1),
     )
 
 

@@ -13,6 +13,12 @@ import subtensors as st
 NAMED = (st.RuleError, st.SizeError, st.AddressError)
 """The library's own errors."""
 
+ALLOWED = (TypeError, ValueError, MemoryError)
+"""Where a `raise` of the library's is the place that they come from."""
+
+_LOOKUPS = (IndexError, KeyError)
+"""No such dim, position or key: as of the above."""
+
 _ROOT = str(Path(st.__file__).resolve().parents[1])
 _LIBRARY = tuple(f"{_ROOT}/{folder}/" for folder in ("subtensors", "dispatch", "kernels"))
 
@@ -38,10 +44,10 @@ def complaint(
         return ""
     if _is_wrong_signature(error):
         return ""
-    if not isinstance(error, TypeError | ValueError):
-        return f"{type(error).__name__} from {_place(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     inner = frames[-1]
+    if not isinstance(error, (*ALLOWED, *_LOOKUPS)):
+        return f"{type(error).__name__} from {_place(error)}"
     if not _is_deliberate(inner.filename, inner.lineno or 0):
         return f"an accident, at {_place(error)}"
     return "" if text else "says nothing"

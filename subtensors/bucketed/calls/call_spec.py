@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.bucketed.calls.call_format import FormatKey
 from subtensors.bucketed.calls.call_key import READ_IN_PLACE, Modes, leaf_key
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
@@ -160,6 +162,8 @@ def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int
     """
     if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
         return []
+    if given and (type(x) in MAPPED_TYPES or x.is_nested):
+        raise TypeError(f"an argument that is padded is a dense tensor, got {shown(x)}; hand it over as plain tensors")
     return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
