@@ -197,7 +197,8 @@ def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:
     for name, given in (("target", target), ("source", source)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} of stochastic_round_ is a tensor, got {shown(given)}")
-        if type(given) in PLAIN_TYPES and (given.layout is not torch.strided or given.is_nested or given.is_quantized):
+        is_dense = type(given) not in PLAIN_TYPES or (given.layout is torch.strided and not given.is_quantized)
+        if not is_dense or given.is_nested is True:
             raise TypeError(f"{name} of stochastic_round_ is dense, got {shown(given)} of layout {given.layout}")
     if target.dtype != torch.bfloat16:
         raise TypeError(f"stochastic_round_ writes to a target of bfloat16, got {target.dtype}")

@@ -85,9 +85,9 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
     Raises:
         ValueError: with the option and its value.
     """
-    if (max_norm := group.get("max_norm")) is not None and not (_is_number(max_norm) and max_norm > 0):
+    if (max_norm := group.get("max_norm")) is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"Invalid max_norm: {shown(max_norm)}; expected more than 0, or None")
-    if (ema := group.get("ema")) is not None and not (_is_number(ema) and 0 <= ema <= 1):
+    if (ema := group.get("ema")) is not None and not (is_number(ema) and 0 <= ema <= 1):
         raise ValueError(f"Invalid ema: {shown(ema)}; expected a number from 0 to 1, or None")
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
         raise ValueError(f"Invalid accumulate: {shown(passes)}; expected a whole number of backward passes, 1 or more")
@@ -123,7 +123,7 @@ def group_options(options: Options) -> ParamGroup:
     }
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a real number, or a tensor of one."""
     if isinstance(value, Tensor):
         is_dense = type(value) not in {*MASKED_TYPES, *LAZY_TYPES, *MAPPED_TYPES} and not value.is_nested
@@ -149,10 +149,10 @@ def check_hyperparameters(cls: type, group: Mapping[str, object], names: Collect
         if isinstance(default, bool):
             is_right, wanted = value is None or isinstance(value, int), "True or False"
         elif isinstance(default, Real):
-            is_right, wanted = _is_number(value), "a number"
+            is_right, wanted = is_number(value), "a number"
         else:
             parts = value if isinstance(value, tuple | list) else [value]
-            is_right = all(part is None or isinstance(part, bool | str | torch.dtype) or _is_number(part) for part in parts)
+            is_right = all(part is None or isinstance(part, bool | str | torch.dtype) or is_number(part) for part in parts)
             wanted = "a number, a bool, text, None or a tuple of these"
         if not is_right:
             raise ValueError(f"Invalid {name}: {shown(value)}; expected {wanted}")
@@ -202,7 +202,7 @@ _NO_HYPERPARAMETERS = {"self", "params", "options", "__class__"}
 def check_not_negative(**values: float | Tensor) -> None:
     """Raise ValueError, with the argument's name and value, if a number is below 0 or NaN."""
     for name, value in values.items():
-        if not (_is_number(value) and value >= 0):
+        if not (is_number(value) and value >= 0):
             raise ValueError(f"Invalid {name}: {shown(value)}; expected 0 or more")
 
 
@@ -215,6 +215,6 @@ def check_fractions(count: int, **values: Any) -> None:
     """
     for name, value in values.items():
         numbers = (value,) if count == 1 else value if isinstance(value, tuple | list) else ()
-        if len(numbers) != count or not all(_is_number(number) and 0 <= number < 1 for number in numbers):
+        if len(numbers) != count or not all(is_number(number) and 0 <= number < 1 for number in numbers):
             wanted = "a number" if count == 1 else f"{count} numbers"
             raise ValueError(f"Invalid {name}: {shown(value)}; expected {wanted} in [0, 1)")

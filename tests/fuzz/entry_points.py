@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wrong_values import N
 
 import subtensors as st
+from subtensors.lists.tree_structure import indexes_each
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,12 @@ _POINTS: dict[str, EntryPoint] = {
         lambda key, value: lists().__setitem__(key, value),
         lambda: {"key": 0, "value": 1},
         plain=lambda key, value: [
-            t.__setitem__(key if isinstance(key, Tensor) else ..., value) for t in lists()
+            t.__setitem__(key, value)
+            if indexes_each(key)
+            else t.copy_(value)
+            if isinstance(value, Tensor)
+            else t.fill_(value)
+            for t in lists()
         ],
     ),
     "TensorList add": EntryPoint(
@@ -301,11 +307,17 @@ def _of_optimizer(name: str, cls: type[torch.optim.Optimizer]) -> EntryPoint:
     own = tuple(p for p in inspect.signature(cls).parameters if p not in ("params", "options", "device"))
     theirs = getattr(torch.optim, name, None)
     shape = (3, 2)
+    known = inspect.signature(theirs or torch.optim.SGD).parameters
+
+    def plain(params: object, **given: object) -> None:
+        given = {name: value for name, value in given.items() if name in known} if theirs else {"lr": 0.1}
+        _stepped(theirs or torch.optim.SGD)(params, **given)
+
     return EntryPoint(
         _stepped(cls),
         lambda: {"params": [_leaf(*shape)], "lr": 0.1},
         tuple(dict.fromkeys((*own, *_OPTIONS))),
-        plain=_stepped(theirs) if theirs else lambda params, **given: torch.optim.SGD(params, lr=0.1),
+        plain=plain,
     )
 
 

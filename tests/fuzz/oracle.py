@@ -5,8 +5,10 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 import subtensors as st
 
@@ -16,6 +18,9 @@ NAMED = (st.RuleError, st.SizeError, st.AddressError)
 ALLOWED = (TypeError, ValueError, MemoryError)
 """Where a `raise` of the library's is the place that they come from."""
 
+_OF_VALUES = torch.linalg.LinAlgError
+"""Of a matrix that torch can't decompose, as a hyperparameter of inf makes one."""
+
 _LOOKUPS = (IndexError, KeyError)
 """No such dim, position or key: as of the above."""
 
@@ -23,22 +28,17 @@ _ROOT = str(Path(st.__file__).resolve().parents[1])
 _LIBRARY = tuple(f"{_ROOT}/{folder}/" for folder in ("subtensors", "dispatch", "kernels"))
 
 
-def complaint(
-    error: BaseException,
-    arguments: Mapping[str, object],
-    plain: Callable[[], object] | None,
-) -> str:
+def complaint(error: BaseException, plain: Callable[[], object] | None) -> str:
     """Return what is wrong with the error that a call ended with; "" if nothing is.
 
     Args:
         error: the error.
-        arguments: those of the call, by name.
         plain: the same call of torch's function; None if there is none.
     """
     text = str(error)
     if "INTERNAL ASSERT" in text:
         return "an internal assert of torch's"
-    if isinstance(error, NAMED):
+    if isinstance(error, (*NAMED, _OF_VALUES)):
         return "" if text else "says nothing"
     if plain is not None and _same_error(error, plain):
         return ""

@@ -226,8 +226,8 @@ def _input_spec(
     if isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE):
         if type(x) is not Tensor:
             raise NotCacheable(f"an argument is a {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise NotCacheable(f"an argument has the layout {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            raise NotCacheable(f"an argument has the layout {x.layout}" + ", nested" * x.is_nested)
         size_index = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
         shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, size_index, strict=True))
         return InputSpec(leaf, shape, x.dtype, x.device, size_index, requires_grad=x.requires_grad)

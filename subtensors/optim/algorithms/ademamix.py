@@ -7,9 +7,10 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.optim.algorithms.adam import adam_denominator, update_moments
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options, check_fractions, check_not_negative, is_number, own_defaults
 
 
 class AdEMAMix(Optimizer):
@@ -78,8 +79,8 @@ class AdEMAMix(Optimizer):
         check_not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
         check_fractions(3, betas=betas)
         for name, steps in {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}.items():
-            if steps is not None and not steps > 0:
-                raise ValueError(f"Invalid {name}: {steps}; expected None, or 1 or more steps")
+            if steps is not None and not (is_number(steps) and steps > 0):
+                raise ValueError(f"Invalid {name}: {shown(steps)}; expected None, or 1 or more steps")
         super().__init__(params, defaults, **options)
 
     def update(

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
@@ -25,7 +26,7 @@ from subtensors.optim.algorithms.preconditioners import (
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, is_number, own_defaults
 
 
 class Shampoo(MatrixOptimizer):
@@ -101,14 +102,14 @@ class Shampoo(MatrixOptimizer):
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay, max_size=max_size)
         check_fractions(1, momentum=momentum)
-        if not 0 < beta2 <= 1:
-            raise ValueError(f"Invalid beta2: {beta2}; expected more than 0, and at most 1")
-        if not eps > 0:
-            raise ValueError(f"Invalid eps: {eps}; expected more than 0")
-        if update_freq < 1:
-            raise ValueError(f"Invalid update_freq: {update_freq}; expected 1 or more")
-        if grafting not in (None, "sgd"):
-            raise ValueError(f"Invalid grafting: {grafting!r}; expected None or 'sgd'")
+        if not (is_number(beta2) and 0 < beta2 <= 1):
+            raise ValueError(f"Invalid beta2: {shown(beta2)}; expected more than 0, and at most 1")
+        if not (is_number(eps) and eps > 0):
+            raise ValueError(f"Invalid eps: {shown(eps)}; expected more than 0")
+        if not (is_number(update_freq) and update_freq >= 1):
+            raise ValueError(f"Invalid update_freq: {shown(update_freq)}; expected 1 or more")
+        if not isinstance(grafting, str | None) or grafting not in (None, "sgd"):
+            raise ValueError(f"Invalid grafting: {shown(grafting)}; expected None or 'sgd'")
         super().__init__(params, own_defaults(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
@@ -26,7 +27,7 @@ from subtensors.optim.algorithms.preconditioners import (
     widened,
 )
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options, check_fractions, check_not_negative, is_number, own_defaults
 
 
 class SOAP(MatrixOptimizer):
@@ -104,10 +105,10 @@ class SOAP(MatrixOptimizer):
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, max_precond_dim=max_precond_dim)
         check_fractions(2, betas=betas)
-        if shampoo_beta != -1:
+        if not (is_number(shampoo_beta) and shampoo_beta == -1):
             check_fractions(1, shampoo_beta=shampoo_beta)
-        if precondition_frequency < 1:
-            raise ValueError(f"Invalid precondition_frequency: {precondition_frequency}; expected 1 or more")
+        if not (is_number(precondition_frequency) and precondition_frequency >= 1):
+            raise ValueError(f"Invalid precondition_frequency: {shown(precondition_frequency)}; expected 1 or more")
         super().__init__(params, own_defaults(locals()), **options)
 
     def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
