@@ -63,7 +63,9 @@ def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: 
     for buckets in largest_first[:max_calls]:
         sizes = dict(zip(used, buckets, strict=True))
         resized = [
-            repeat_to_sizes(x, {d: sizes[dim] for d, dim in padded.items()}) if padded and _is_resized(x, place, padded) else x
+            repeat_to_sizes(x, {d: sizes[dim] for d, dim in padded.items()})
+            if padded and _is_resized(x, place, padded)
+            else x
             for x, (place, padded) in zip(leaves, places, strict=True)
         ]
         calls.append((resized, *unflatten(resized, structure, len(args), tuple(kwargs))))

@@ -235,7 +235,13 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
         raise TypeError("chunk takes one tensor, and a TensorList holds several: chunk each, [st.chunk(t) for t in x]")
     dims = x.ndim
     if x.layout is not torch.strided or x.is_quantized is True or x.is_nested is True:
-        kind = "nested" if x.is_nested is True else "quantized" if x.is_quantized is True else str(x.layout).removeprefix("torch.")
+        kind = (
+            "nested"
+            if x.is_nested is True
+            else "quantized"
+            if x.is_quantized is True
+            else str(x.layout).removeprefix("torch.")
+        )
         raise TypeError(f"chunk takes a dense tensor, got one that is {kind}; make it dense first")
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")

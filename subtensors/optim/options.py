@@ -152,7 +152,9 @@ def check_hyperparameters(cls: type, group: Mapping[str, object], names: Collect
             is_right, wanted = is_number(value), "a number"
         else:
             parts = value if isinstance(value, tuple | list) else [value]
-            is_right = all(part is None or isinstance(part, bool | str | torch.dtype) or is_number(part) for part in parts)
+            is_right = all(
+                part is None or isinstance(part, bool | str | torch.dtype) or is_number(part) for part in parts
+            )
             wanted = "a number, a bool, text, None or a tuple of these"
         if not is_right:
             raise ValueError(f"Invalid {name}: {shown(value)}; expected {wanted}")

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from subtensors.arguments import shown, size as checked_size
+from subtensors.arguments import shown
+from subtensors.arguments import size as checked_size
 from subtensors.dispatch.ops.errors import SizeError
 
 MAX_BUCKETS = 1 << 20
@@ -33,7 +34,9 @@ class BucketPolicy(ABC):
         found: list[int] = []
         while not found or found[-1] < limit:
             if len(found) == MAX_BUCKETS:
-                raise SizeError(f"{self} has more than {MAX_BUCKETS} buckets up to {limit}; lower max, or give it larger steps")
+                raise SizeError(
+                    f"{self} has more than {MAX_BUCKETS} buckets up to {limit}; lower max, or give it larger steps"
+                )
             found.append(min(self.bucket(found[-1] + 1 if found else 1) or limit, limit))
         return tuple(found)
 

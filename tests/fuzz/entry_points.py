@@ -134,16 +134,12 @@ _POINTS: dict[str, EntryPoint] = {
     "Geometric.bucket": EntryPoint(st.Geometric(2, 4).bucket, lambda: {"size": 3}),
     "Sizes": EntryPoint(lambda **given: st.Sizes(**given).bucket(3), lambda: {"sizes": [4, 8]}),
     "Sizes.bucket": EntryPoint(st.Sizes([4, 8]).bucket, lambda: {"size": 3}),
-    "fit_buckets": EntryPoint(
-        st.fit_buckets, lambda: {"lengths": [3, 4, 9], "max_graphs": 2}, ("multiple_of",)
-    ),
+    "fit_buckets": EntryPoint(st.fit_buckets, lambda: {"lengths": [3, 4, 9], "max_graphs": 2}, ("multiple_of",)),
     "infer_sizes": EntryPoint(
         _infer, lambda: {"fn": lambda x: x.view(-1, 2), "args": [torch.ones(4)], "dims": [{0: N}]}
     ),
     "pad": EntryPoint(st.pad, lambda: {"t": torch.ones(2, 3), "dims": {1: N}}, ("value",)),
-    "pad of a list": EntryPoint(
-        st.pad, lambda: {"t": [torch.ones(2), torch.ones(3)], "dims": {0: N}}, ("value",)
-    ),
+    "pad of a list": EntryPoint(st.pad, lambda: {"t": [torch.ones(2), torch.ones(3)], "dims": {0: N}}, ("value",)),
     "PaddedTensor": EntryPoint(st.PaddedTensor, lambda: {"t": torch.ones(3), "dims": {0: N}}),
     "PaddedTensor.count": EntryPoint(st.pad(torch.ones(3), {0: N}).count, lambda: {"dim": 0}),
     "pad_nested": EntryPoint(st.pad_nested, lambda: {"nested": nested(), "dim": N}, ("value",)),
@@ -151,9 +147,7 @@ _POINTS: dict[str, EntryPoint] = {
         st.pad_masked, lambda: {"t": torch.ones(2, 3), "mask": torch.ones(2, 3), "dim": N}, ("value",)
     ),
     "to_nested": EntryPoint(st.to_nested, lambda: {"x": st.pad([torch.ones(2), torch.ones(3)], {0: N})}),
-    "to_masked": EntryPoint(
-        st.to_masked, lambda: {"x": st.pad([torch.ones(2), torch.ones(3)], {0: N})}, ("value",)
-    ),
+    "to_masked": EntryPoint(st.to_masked, lambda: {"x": st.pad([torch.ones(2), torch.ones(3)], {0: N})}, ("value",)),
     "bucketed": EntryPoint(
         _make_and_call,
         lambda: {"program": lambda x: x.sum(1), "dims": {0: {1: N}}},
@@ -221,7 +215,9 @@ _POINTS: dict[str, EntryPoint] = {
         plain=_mapped_sgd,
     ),
     "total_norm": EntryPoint(
-        st.total_norm, lambda: {"tensors": [torch.ones(3)]}, ("norm_type", "error_if_nonfinite"),
+        st.total_norm,
+        lambda: {"tensors": [torch.ones(3)]},
+        ("norm_type", "error_if_nonfinite"),
         plain=torch.nn.utils.get_total_norm,
     ),
     "clip_grad_norm_": EntryPoint(
@@ -231,7 +227,8 @@ _POINTS: dict[str, EntryPoint] = {
         plain=torch.nn.utils.clip_grad_norm_,
     ),
     "stochastic_round_": EntryPoint(
-        st.stochastic_round_, lambda: {"target": torch.ones(3, dtype=torch.bfloat16), "source": torch.ones(3)},
+        st.stochastic_round_,
+        lambda: {"target": torch.ones(3, dtype=torch.bfloat16), "source": torch.ones(3)},
         plain=lambda target, source: target.copy_(source),
     ),
     "chunk": EntryPoint(
@@ -266,7 +263,8 @@ _POINTS: dict[str, EntryPoint] = {
     "Arena.empty_like": EntryPoint(_in_arena("empty_like"), lambda: {"t": torch.ones(3)}, ("dtype",)),
     "Arena.static": EntryPoint(_in_arena("static"), lambda: {"t": torch.ones(3)}),
     "Arena.release": EntryPoint(_in_arena("release"), dict, ("keep",)),
-    "Arena.guard": EntryPoint(lambda call: st.Arena("cpu", reserve="64MiB").guard(call)(),
+    "Arena.guard": EntryPoint(
+        lambda call: st.Arena("cpu", reserve="64MiB").guard(call)(),
         lambda: {"call": dict},
         plain=lambda call: call(),
     ),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from resumable_training import ACCUMULATE, Training, save, train
 
+
 def differences(a: Any, b: Any, at: str = "") -> list[str]:
     """Return the places at which two checkpoints differ, in any bit."""
     if type(a) is not type(b):
@@ -71,7 +72,9 @@ def test_killed_at_random_points_it_ends_as_if_it_had_not_been(tmp_path: Path, k
 
     # A fork of this process, which has loaded everything.
     def start() -> Process:
-        process: Process = multiprocessing.get_context("fork").Process(target=train, args=(path, steps, "cpu", captured))
+        process: Process = multiprocessing.get_context("fork").Process(
+            target=train, args=(path, steps, "cpu", captured)
+        )
         process.start()
         return process
 
