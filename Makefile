@@ -8,7 +8,9 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help demo test test-all test-gpu lint bench docs memcheck
+MINUTES ?= 5
+
+.PHONY: help demo test test-all test-gpu lint bench docs memcheck soak fuzz
 
 help:
 	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
@@ -18,6 +20,8 @@ help:
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
 	@echo "make docs    docs/ as HTML, in out/docs"
+	@echo "make soak MINUTES=5    all parts in random order beside plain torch, while memory has to stay flat"
+	@echo "make fuzz MINUTES=5    public functions with wrong arguments, whose errors have to say what is wrong"
 	@echo "make memcheck    the tests of arenas and replays under compute-sanitizer (needs a CUDA device)"
 
 # torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
@@ -54,6 +58,12 @@ bench: $(READY)
 
 docs: $(READY)
 	$(PYTHON) docs/build.py out/docs
+
+soak: $(READY)
+	PYTHONPATH=.:tests/support $(PYTHON) tests/soak/soak.py --minutes $(MINUTES)
+
+fuzz: $(READY)
+	PYTHONPATH=. $(PYTHON) tests/fuzz --minutes $(MINUTES)
 
 # Some of these tests run out of memory on purpose, which the API reports: only invalid accesses count. Tests that check
 # when memory is freed are left out: the sanitizer keeps the Python frames that first mapped memory or loaded a kernel,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.dispatch.ops.tree import PyTree
@@ -55,10 +56,12 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., object], *args: 
         return explain_padding(subject)
     if isinstance(subject, Tensor):
         return explain_loss(subject)
-    if callable(subject) and has_padding(args, kwargs):
-        return explain_padded_call(subject, args, kwargs)
-    if callable(subject):
-        return explain_call(subject, *args, **kwargs)
-    raise TypeError(
-        f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {type(subject).__name__}"
-    )
+    if not callable(subject):
+        raise TypeError(
+            f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {shown(subject)}"
+        )
+    try:
+        padded = has_padding(args, kwargs)
+    except RecursionError:
+        raise ValueError("explain takes the arguments of a call; one is a container that holds itself") from None
+    return explain_padded_call(subject, args, kwargs) if padded else explain_call(subject, *args, **kwargs)

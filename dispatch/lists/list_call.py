@@ -75,10 +75,15 @@ def list_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, list_type
 class PerElement(list[T]):
     """A list of what each element of a TensorList gives, such as its shape; refuses to pass for one tensor's.
 
-    Functions that compute with `x.dim()` or `x.device.type` expect one tensor.
+    Functions that compute with `x.dim()` or `x.device.type` expect one tensor. A comparison with anything but a list is
+    made for each element, and the truth value is what they agree on.
 
     Example:
         >>> PerElement([2, 3]) == [2, 3]
+        True
+        >>> PerElement([2, 3]) == 2
+        [True, False]
+        >>> bool(PerElement([2, 3]) != 5)
         True
         >>> -PerElement([2, 3])
         Traceback (most recent call last):
@@ -91,6 +96,21 @@ class PerElement(list[T]):
             f"a function of one tensor was given a TensorList: it reads a property that each of the {len(self)} "
             "elements has its own value of; call it for each element, [f(t) for t in x], or hand it x.tree()"
         )
+
+    def __eq__(self, other: object) -> bool | PerElement[bool]:  # type: ignore[override]
+        return list.__eq__(self, other) if isinstance(other, list) else PerElement(x == other for x in self)
+
+    def __ne__(self, other: object) -> bool | PerElement[bool]:  # type: ignore[override]
+        return list.__ne__(self, other) if isinstance(other, list) else PerElement(x != other for x in self)
+
+    def __bool__(self) -> bool:
+        if not len(self) or any(type(x) is not bool for x in self):
+            self._refuse()
+        if any(x is not self[0] for x in self):
+            raise TypeError(
+                f"the {len(self)} elements of a TensorList do not agree on this truth value; ask for any() or all()"
+            )
+        return bool(self[0])
 
     __neg__ = __pos__ = __abs__ = __index__ = __int__ = __float__ = __invert__ = _refuse
     __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse

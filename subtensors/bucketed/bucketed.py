@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from subtensors.arguments import shown
 from subtensors.bucketed.check import Schedule
 from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.runner import Bucketed, OnMiss
@@ -59,13 +60,13 @@ def bucketed(
         raise TypeError(f"bucketed takes a function or a module, got {program!r}")
     if max_graphs is not None and (type(max_graphs) is not int or max_graphs < 1):
         raise ValueError(f"max_graphs is an int of at least 1, got {max_graphs!r}")
-    if on_miss not in ("capture", "eager", "error"):
-        raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {on_miss!r}")
+    if not isinstance(on_miss, str) or on_miss not in ("capture", "eager", "error"):
+        raise ValueError(f"on_miss is 'capture', 'eager' or 'error', got {shown(on_miss)}")
     if max_waste is not None and not (isinstance(max_waste, (int, float)) and max_waste >= 1):
         raise ValueError(f"max_waste is a factor of at least 1, got {max_waste!r}")
     is_count = type(check) is int and check > 0
-    if not (check == "first" or check is False or is_count):
-        raise ValueError(f"check is 'first', False or an int of at least 1, got {check!r}")
+    if not ((isinstance(check, str) and check == "first") or check is False or is_count):
+        raise ValueError(f"check is 'first', False or an int of at least 1, got {shown(check)}")
     limit = None if memory_limit is None else parse_bytes("memory_limit", memory_limit)
     if not isinstance(compile, (bool, dict)):
         raise TypeError(f"compile is a bool or a dict of torch.compile's options, got {compile!r}")

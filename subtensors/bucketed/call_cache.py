@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -169,6 +169,9 @@ class CallCache:
         """Return a reason if an argument has had too many values to get further graphs, or ""."""
         if not self.is_bounded:
             return ""
+        for x, place in zip(leaves, places, strict=True):
+            if not isinstance(x, Hashable):
+                return f"{place} can't be part of a graph's key: unhashable type: {type(x).__name__!r}"
         values: list[tuple[object, str, int]] = [
             (leaf_key(x), place, MAX_OBJECTS_PER_ARG if is_identity_keyed(x) else MAX_VALUES_PER_ARG)
             for x, place in zip(leaves, places, strict=True)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from subtensors.arguments import flag, whole_number
 from subtensors.bucketed.autograd_node import ReplayFunction, TrainingCall
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall, CallCache
@@ -260,7 +261,9 @@ class Bucketed(ModuleProxy):
 
         Raises:
             SizeError: a Dim has no max, so that it has no end of buckets.
+            TypeError, ValueError: a padded argument of the example is no dense tensor, or lacks a padded dim.
         """
+        flag("progress", progress)
         with self._lock:
             if not args and not kwargs:
                 if self._example is None:
@@ -416,8 +419,8 @@ class Bucketed(ModuleProxy):
         Raises:
             ValueError: `max_graphs` is below 1.
         """
-        if max_graphs is not None and max_graphs < 1:
-            raise ValueError(f"max_graphs is at least 1, got {max_graphs}")
+        if max_graphs is not None:
+            max_graphs = whole_number("max_graphs", max_graphs, at_least=1)
         count = max_graphs or self.graph_cache.max_graphs or 8
         seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
         return {name: fit_buckets(sizes, count) for name, sizes in seen.items() if sizes}

@@ -6,15 +6,18 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.bucketed.calls.call_key import flatten, unflatten
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
+from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.sizes.dims import Dim
 
 T = TypeVar("T")
 
@@ -60,13 +63,24 @@ def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: 
     for buckets in largest_first[:max_calls]:
         sizes = dict(zip(used, buckets, strict=True))
         resized = [
-            repeat_to_sizes(x, {d: sizes[dim] for d, dim in (padded or {}).items()})
-            if isinstance(x, Tensor) and padded and not isinstance(x, PaddedTensor)
+            repeat_to_sizes(x, {d: sizes[dim] for d, dim in padded.items()})
+            if padded and _is_resized(x, place, padded)
             else x
-            for x, (_, padded) in zip(leaves, places, strict=True)
+            for x, (place, padded) in zip(leaves, places, strict=True)
         ]
         calls.append((resized, *unflatten(resized, structure, len(args), tuple(kwargs))))
     return calls
+
+
+def _is_resized(x: object, place: str, padded: Mapping[int, Dim]) -> TypeGuard[Tensor]:
+    """Return whether an example is a tensor that is padded in calls; raise an error if it can't be."""
+    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
+        return False
+    if type(x) in MAPPED_TYPES or x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{place} is padded, so the example is a dense tensor; got {shown(x)}")
+    if wrong := [d for d in padded if not -x.dim() <= d < x.dim()]:
+        raise ValueError(f"{place} is padded in dim {wrong[0]}, and the example has shape {tuple(x.shape)}")
+    return True
 
 
 def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import string
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from subtensors.arguments import flag, shown
 from subtensors.chunked import custom_op
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, graph_node, user_tensor
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
@@ -22,7 +22,7 @@ from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_lo
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -185,15 +185,26 @@ def policy(
     limit = _bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     for name, count in {**counts, **({"memory_limit": limit} if limit is not None else {})}.items():
         if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} is a whole number, got {count!r}")
+            raise TypeError(f"{name} is a whole number, got {shown(count)}")
         if count < 1:
             raise SizeError(f"{name} must be at least 1, got {count}")
-    if accumulate not in ("exact", "fast"):
-        raise ValueError(f'accumulate is "exact" or "fast", got {accumulate!r}')
+    if not isinstance(accumulate, str) or accumulate not in ("exact", "fast"):
+        raise ValueError(f'accumulate is "exact" or "fast", got {shown(accumulate)}')
+    flag("compile", compile)
     return Policy(chunks, rows, limit, accumulate == "exact", compile)
 
 
-cached_policy = functools.lru_cache(maxsize=64, typed=True)(policy)
+_known_policy = functools.lru_cache(maxsize=64, typed=True)(policy)
+
+
+def cached_policy(
+    chunks: int | None, rows: int | None, memory_limit: int | str | None, accumulate: str, compile: bool
+) -> Policy:
+    """Return the policy of earlier arguments that were the same, or that of `policy`."""
+    try:
+        return _known_policy(chunks, rows, memory_limit, accumulate, compile)
+    except TypeError:  # of an argument without a hash, which is none of those that it takes
+        return policy(chunks, rows, memory_limit, accumulate, compile)
 
 
 def _bytes(limit: str) -> int:
@@ -221,14 +232,22 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
         raise TypeError(f"a ChunkedTensor is made of a plain tensor, and a {type(x).__name__} has rules of its own")
     if is_transforming():
         check_not_transformed(x)
-    dims = operator.index(x.ndim)  # of a TensorList this raises an error
-    if x.layout is not torch.strided or x.is_quantized is True:
-        kind = "quantized" if x.is_quantized is True else str(x.layout).removeprefix("torch.")
+    if type(x) in MAPPED_TYPES:
+        raise TypeError("chunk takes one tensor, and a TensorList holds several: chunk each, [st.chunk(t) for t in x]")
+    dims = x.ndim
+    if x.layout is not torch.strided or x.is_quantized is True or x.is_nested is True:
+        kind = (
+            "nested"
+            if x.is_nested is True
+            else "quantized"
+            if x.is_quantized is True
+            else str(x.layout).removeprefix("torch.")
+        )
         raise TypeError(f"chunk takes a dense tensor, got one that is {kind}; make it dense first")
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
     if type(dim) is not int:
-        raise TypeError(f"dim is a whole number, got {dim!r}")
+        raise TypeError(f"dim is a whole number, got {shown(dim)}")
     if not -dims <= dim < dims:
         raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}")
     return chunked_by(x, dim % dims, policy)

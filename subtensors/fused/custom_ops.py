@@ -14,10 +14,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.lists.list_call import ListCall
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import RULES
@@ -192,6 +194,12 @@ def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
     """
+    for name, given in (("target", target), ("source", source)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} of stochastic_round_ is a tensor, got {shown(given)}")
+        is_dense = type(given) not in PLAIN_TYPES or (given.layout is torch.strided and not given.is_quantized)
+        if not is_dense or given.is_nested is True:
+            raise TypeError(f"{name} of stochastic_round_ is dense, got {shown(given)} of layout {given.layout}")
     if target.dtype != torch.bfloat16:
-        raise TypeError(f"stochastic_round_ writes to bfloat16, got {target.dtype}")
+        raise TypeError(f"stochastic_round_ writes to a target of bfloat16, got {target.dtype}")
     return target.copy_(torch.ops.subtensors.stochastic_round(source))

@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 import optree
 import torch
 
+from subtensors.arguments import LARGEST_SIZE
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -184,6 +185,10 @@ def _lists_to_columns(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 
     def column(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, TensorList):
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested is True:
+                raise TypeError(f"{name} takes tensors of one shape each, got one that is nested: give t.unbind()")
+            if type(leaf) is int and not -LARGEST_SIZE <= leaf <= LARGEST_SIZE:
+                raise ValueError(f"{name} takes ints of 64 bits, got {leaf}")
             return leaf
         if lists and (difference := first_difference(lists[0].treespec, leaf.treespec)):
             raise ValueError(f"{name}: TensorLists of different structure, at {difference}")
@@ -191,7 +196,10 @@ def _lists_to_columns(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
         return TensorColumn(leaf.tensors)
 
     tree: PyTree = (tuple(args), kwargs)
-    columns: PyTree = optree.tree_map(column, tree, none_is_leaf=True)
+    try:
+        columns: PyTree = optree.tree_map(column, tree, none_is_leaf=True)
+    except RecursionError:
+        raise ValueError(f"{name}: an argument is a container that holds itself") from None
     return *columns, lists
 
 

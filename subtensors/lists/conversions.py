@@ -53,8 +53,10 @@ def describe(elements: Sequence[Metadata], flats: int) -> str:
     'TensorList(2 tensors, 6 values: 2 x float32[3] cpu; packed in 1 flat)'
     """
     packed = f"; packed in {flats} flat{'s' if flats > 1 else ''}" if flats else ""
-    values = sum([shape.numel() for *_, shape in elements])
-    size = f"{len(elements)} tensor{'' if len(elements) == 1 else 's'}, {values} values"
+    # The ragged size of a nested tensor is no number.
+    is_known = all(isinstance(n, int) for *_, shape in elements for n in shape)
+    values = f", {sum([shape.numel() for *_, shape in elements])} values" if is_known else ""
+    size = f"{len(elements)} tensor{'' if len(elements) == 1 else 's'}{values}"
     return f"TensorList({size}{': ' if elements else ''}{_tally(elements)}{packed})"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.lists.tensor_list import TensorList
@@ -34,7 +35,7 @@ def total_norm(tensors: object, norm_type: float = 2.0, error_if_nonfinite: bool
 
     Source: `torch.nn.utils.get_total_norm`, with the same results.
     """
-    return _total_norm(_elements(tensors), norm_type, error_if_nonfinite)
+    return _total_norm(_elements("tensors", tensors), _order(norm_type), error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -65,8 +66,12 @@ def clip_grad_norm_(
 
     Source: `torch.nn.utils.clip_grad_norm_`, with the same results.
     """
-    gradients = [t.grad for t in _elements(parameters) if t.grad is not None]
-    norm = _total_norm(gradients, norm_type, error_if_nonfinite)
+    is_number = isinstance(max_norm, int | float) or (isinstance(max_norm, Tensor) and max_norm.dim() == 0)
+    if not is_number or isinstance(max_norm, bool):
+        raise TypeError(f"max_norm is a number, got {shown(max_norm)}")
+    max_norm = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
+    gradients = [t.grad for t in _elements("parameters", parameters) if t.grad is not None]
+    norm = _total_norm(gradients, _order(norm_type), error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if torch.compiler.is_compiling():
         for g in gradients:
@@ -95,17 +100,27 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
     return total
 
 
-def _elements(tensors: object) -> list[Tensor]:
+def _order(norm_type: float) -> float:
+    try:
+        return float(norm_type)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise TypeError(f"norm_type is a number, got {shown(norm_type)}") from None
+
+
+def _elements(name: str, tensors: object) -> list[Tensor]:
     if torch.compiler.is_compiling() and isinstance(tensors, list | tuple):
         return list(tensors)
-    return (tensors if isinstance(tensors, TensorList) else TensorList(tensors)).tensors
+    try:
+        return (tensors if isinstance(tensors, TensorList) else TensorList(tensors)).tensors
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
 
 
 def _as_real(tensor: Tensor, norm_type: float) -> Tensor:
     """Return real numbers of the same norm: the real and imaginary parts for order 2, otherwise the magnitudes."""
     if not tensor.is_complex():
         return tensor
-    return torch.view_as_real(tensor) if norm_type == 2 else tensor.abs()
+    return torch.view_as_real(tensor.resolve_conj()) if norm_type == 2 else tensor.abs()
 
 
 @functools.cache

@@ -224,7 +224,8 @@ def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[
     ties: dict[int, int] = {}
     spans: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
     for i, t in enumerate(tensors):
-        if t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter):
+        is_dense = t.layout is torch.strided and not t.is_nested and not t.is_quantized
+        if not is_dense or type(t) not in (torch.Tensor, torch.nn.Parameter):
             if is_traced(t):
                 raise RuleError(
                     "pack() has no rule under torch.compile: it moves tensors into memory of its own, so pack the list "

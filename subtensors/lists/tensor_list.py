@@ -14,6 +14,7 @@ from typing import ClassVar, cast
 import optree
 import torch
 
+from subtensors.arguments import shown
 from subtensors.dispatch.lists.list_call import ListCall, list_call
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
@@ -108,14 +109,20 @@ class TensorList(NoSingleValue, torch.Tensor):
             tensors: one tensor per element, of any shape and dtype.
 
         Raises:
+            TypeError: one is no tensor.
             ValueError: the number of tensors is not `len(self)`.
 
         Example:
             >>> TensorList([torch.ones(2)]).like([torch.zeros(3)]).shape
             [torch.Size([3])]
         """
+        if not isinstance(tensors, list | tuple | TensorList):
+            raise TypeError(f"like takes a list of tensors, got {shown(tensors)}")
         if len(tensors) != len(self):
             raise ValueError(f"{len(self)} tensors expected, one an element; got {len(tensors)}")
+        for t in tensors:
+            if not isinstance(t, torch.Tensor) or isinstance(t, TensorList):
+                raise TypeError(f"like takes a list of tensors, one of them is {shown(t)}")
         return _of_elements(list(tensors), self.treespec)
 
     def tree(self) -> PyTree:
@@ -135,6 +142,8 @@ class TensorList(NoSingleValue, torch.Tensor):
             >>> a.same_structure(TensorList([torch.ones(5)])), a.same_structure(TensorList((torch.ones(2),)))
             (True, False)
         """
+        if not isinstance(other, TensorList):
+            raise TypeError(f"same_structure takes another TensorList, got {shown(other)}")
         return self.treespec == other.treespec
 
     def pack(self) -> TensorList:
@@ -211,6 +220,8 @@ class TensorList(NoSingleValue, torch.Tensor):
         Ellipsis or a tensor indexes every element: `tl[..., 0]` is `[t[..., 0] for t in tl]`.
         """
         if isinstance(key, int):
+            if not -len(self) <= key < len(self):
+                raise IndexError(f"no element {key} in a TensorList of {len(self)}")
             return self.tensors[key]
         if indexes_each(key):
             return TensorList._run_function(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))

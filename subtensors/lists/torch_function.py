@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from subtensors.dispatch.lists.batched import batched_call
 from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.lists.foreach import foreach_call
-from subtensors.dispatch.lists.list_call import ListCall, gather, list_call
+from subtensors.dispatch.lists.list_call import ListCall, PerElement, gather, list_call
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
@@ -246,9 +246,9 @@ def _empty_result(call: Call) -> PyTree:
         return None
     if name == "__get__":
         tensor = any(call.func == getattr(torch.Tensor, p).__get__ for p in _TENSOR_PROPERTIES)
-        return first.like([]) if tensor else []
+        return first.like([]) if tensor else PerElement()
     if name in _RETURN_NO_TENSOR:
-        return []
+        return PerElement()
     return first if name.endswith("_") and not name.endswith("__") else first.like([])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import optree
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from subtensors.arguments import shown
 from subtensors.dispatch.ops.tree import PyTree
 
 Path = tuple[Hashable, ...]
@@ -63,11 +64,17 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
 
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
+        ValueError: a container holds itself.
     """
     if tree is None:
         raise TypeError("TensorList takes a pytree of tensors; got None. An empty list is TensorList([])")
     leaves: list[PyTree]
-    leaves, spec = optree.tree_flatten(tree)
+    try:
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+        _refuse_none_at_a_position(leaves, spec)
+        leaves, spec = optree.tree_flatten(tree)
+    except RecursionError:
+        raise ValueError("TensorList takes a pytree of tensors; got a container that holds itself") from None
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, immutable_list | immutable_dict):
             return flatten_tensors(_mutable(tree), list_type)
@@ -79,7 +86,26 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
         if isinstance(leaf, list_type):
             path = list(spec.paths()[index])
             raise TypeError(f"an element of a TensorList is one tensor; {path} is a TensorList: give its .tree()")
+        if leaf.is_nested is True and leaf.layout is torch.strided:
+            # Torch's guards of compiled code and of fused calls end the process when they meet one.
+            raise TypeError(
+                f"TensorList takes tensors of one shape each; {leaf_name(spec, index)} is a nested one without "
+                "layout=torch.jagged: give its parts, t.unbind()"
+            )
     return leaves, spec
+
+
+def _refuse_none_at_a_position(leaves: Sequence[object], spec: optree.PyTreeSpec) -> None:
+    """Raise TypeError for a None in a list or a tuple, which holds no tensor: later positions would be one off.
+
+    A None under a name, as a layer without bias has it, is a part without tensors.
+    """
+    for index, leaf in enumerate(leaves):
+        if leaf is None and _under(spec, tuple(spec.paths()[index])[:-1])[0].type in (list, tuple):
+            raise TypeError(
+                f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is None: leave it out, in all lists "
+                "that go together"
+            )
 
 
 def _mutable(tree: PyTree) -> PyTree:
@@ -137,6 +163,8 @@ def _under(spec: optree.PyTreeSpec, path: Path) -> tuple[optree.PyTreeSpec, int]
     for depth, key in enumerate(path):
         entries: list[Hashable] = spec.entries()
         fields = getattr(spec.type, "_fields", ())
+        if not isinstance(key, Hashable):
+            raise KeyError(f"a TensorList has positions, slices, paths and tensors as keys, not {shown(key)}")
         position = fields.index(key) if key in fields else key
         if isinstance(position, int) and spec.type is not None and issubclass(spec.type, (list, tuple)):
             position = position + len(entries) if position < 0 else position

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
+
 Range = str | tuple[str, ...]
 """The range of a number, or of each of several."""
 
@@ -164,13 +166,13 @@ def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted
         numbers = _numbers(value)
         count = counts.get(name, 1)
         if accepted.counts_are_fixed and count > 1 and len(numbers) != count:
-            raise ValueError(f"Invalid {name}: {value!r}; expected {count} numbers")
+            raise ValueError(f"Invalid {name}: {shown(value)}; expected {count} numbers")
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor) and name in counts and number.numel() != 1:
                 place = f"[{index}]" if isinstance(value, tuple | list) else ""
                 raise ValueError(f"Tensor {name}{place} must be 1-element")
         if any(map(_is_nan, numbers)):
-            raise ValueError(f"Invalid {name}: {value!r}; expected a number, and nan is none")
+            raise ValueError(f"Invalid {name}: {shown(value)}; expected a number, and nan is none")
     return accepted.complete(values)
 
 
@@ -180,7 +182,7 @@ def check_types(counts: Mapping[str, int], values: Values) -> None:
         value = values.get(name)
         are_numbers = all(x is None or isinstance(x, Real | Tensor) for x in _numbers(value))
         if not are_numbers or (isinstance(value, tuple | list) and count == 1):
-            raise TypeError(f"Invalid {name}: {value!r}; expected {_number(count)}")
+            raise TypeError(f"Invalid {name}: {shown(value)}; expected {_number(count)}")
 
 
 def check_range(name: str, value: object, allowed: Range) -> None:
@@ -198,7 +200,9 @@ def check_range(name: str, value: object, allowed: Range) -> None:
     ranges = allowed if isinstance(allowed, tuple) else (allowed,) * len(numbers)
     if not all(any(x.holds(number) for x in _alternatives(own)) for number, own in zip(numbers, ranges, strict=True)):
         expected = [" or ".join(x.describe() for x in _alternatives(own)) for own in dict.fromkeys(ranges)]
-        raise ValueError(f"Invalid {name}: {value!r}; expected {_number(len(numbers))} in {' and '.join(expected)}")
+        raise ValueError(
+            f"Invalid {name}: {shown(value)}; expected {_number(len(numbers))} in {' and '.join(expected)}"
+        )
 
 
 class _Interval(NamedTuple):

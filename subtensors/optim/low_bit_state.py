@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.kernels.fused import blockwise
@@ -56,8 +57,8 @@ def check_state_dtype(name: str, state_dtype: object, low_bit: Mapping[str, bool
     Raises:
         ValueError: another value than None, "int8" and torch.bfloat16, or an optimizer without such entries.
     """
-    if state_dtype not in (None, "int8", torch.bfloat16):
-        raise ValueError(f"Invalid state_dtype: {state_dtype!r}; expected 'int8', torch.bfloat16 or None")
+    if not isinstance(state_dtype, str | torch.dtype | None) or state_dtype not in (None, "int8", torch.bfloat16):
+        raise ValueError(f"Invalid state_dtype: {shown(state_dtype)}; expected 'int8', torch.bfloat16 or None")
     if state_dtype is not None and not low_bit:
         raise ValueError(f"state_dtype={state_dtype!r}: {name} keeps its state as it is; expected None")
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Unpack, overload
 import torch
 from torch import Tensor
 
+from subtensors.arguments import flag, shown
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
@@ -287,6 +288,9 @@ class Optimizer(torch.optim.Optimizer):
             SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
+        flag("packed", packed)
+        if check is not None:
+            flag("check", check)
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = new_capture(params, packed, check)
@@ -378,9 +382,13 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             param_group: `params`, and hyperparameters of its own.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group is a dict with 'params', got {shown(param_group)}")
         if isinstance(param_group["params"], TensorList):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
+        if any(isinstance(p, TensorList) for p in param_group["params"]):
+            raise TypeError("params are tensors, and one is a TensorList: give the list itself, or its .tensors")
         accumulation.start(param_group, self.param_groups[0])
         known = {*self.defaults, *self._declaration.hyperparameters}
         try:

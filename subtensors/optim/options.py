@@ -8,6 +8,7 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.optim.hyperparameters import check_range
 from subtensors.static.arena import Arena
 
@@ -88,7 +89,7 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
     for option, allowed in _RANGES.items():
         check_range(option, group.get(option), allowed)
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
-        raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
+        raise ValueError(f"Invalid accumulate: {shown(passes)}; expected a whole number of backward passes, 1 or more")
     if passes != (of_first := first.get("accumulate", 1)):
         raise ValueError(f"Invalid accumulate: {passes}; another group has {of_first}")
     if type(count := group.get(PASSES, 0)) is not int or count < 0:
@@ -105,11 +106,22 @@ def group_options(options: Options) -> ParamGroup:
 
     Raises:
         TypeError: an option is not known.
+        ValueError: one that is True or False, or an arena, is something else.
     """
     given, defaults = cast(ParamGroup, options), cast(ParamGroup, DEFAULTS)
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
-    return {name: value for name, value in given.items() if value != defaults[name] and name not in _OF_OPTIMIZER}
+    for name in ("master_weights", "graph"):
+        if not isinstance(given.get(name, False), bool):
+            raise ValueError(f"Invalid {name}: {shown(given[name])}; expected True or False")
+    if not isinstance(given.get("arena"), Arena | None):
+        raise ValueError(f"Invalid arena: {shown(given['arena'])}; expected a st.Arena or None")
+    return {
+        name: value
+        for name, value in given.items()
+        if not (value is defaults[name] or (type(value) is type(defaults[name]) and value == defaults[name]))
+        and name not in _OF_OPTIMIZER
+    }
 
 
 def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -135,6 +136,10 @@ class PaddedTensor(Tensor):
 
         Returns:
             () int64; for a ragged dim (rows,).
+
+        Raises:
+            TypeError: `dim` is no int.
+            IndexError: no such dim.
 
         Example:
             >>> import subtensors as st
@@ -343,6 +348,8 @@ def mask_of(x: PaddedTensor) -> Tensor:
 
 def count_of(x: PaddedTensor, dim: int) -> Tensor:
     """Return `PaddedTensor.count(dim)`."""
+    if type(dim) is not int:
+        dim = whole_number("dim", dim)
     if not -x._dense.dim() <= dim < x._dense.dim():
         raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
     value, d = unwrap(x), dim % x._dense.dim()

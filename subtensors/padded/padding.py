@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.ops.errors import RuleError, SizeError
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
@@ -63,13 +65,16 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
     if isinstance(t, PaddedTensor):
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
-        if t.is_nested is True:
-            raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
+        _check_can_be_padded(t)
+        _check_value(value, t.dtype)
         return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
     rows = list(t) if isinstance(t, Iterable) else []
     if not rows or not all(isinstance(row, Tensor) for row in rows):
-        what = "an empty list" if isinstance(t, Sequence) and not t else type(t).__name__
+        what = "an empty list" if isinstance(t, Sequence) and not len(t) else shown(t)
         raise TypeError(f"pad takes a tensor or a list of at least one tensor, got {what}")
+    for row in rows:
+        _check_can_be_padded(row)
+        _check_value(value, row.dtype)
     return wrap_padded(_pad_rows(rows, _named_dims(dims, rows[0].dim()), value))
 
 
@@ -119,6 +124,36 @@ def _unpad_row(value: PaddedValue, row: int) -> Tensor:
             at += 1
     shape = [math.prod(counts) for counts in true]
     return dense if list(dense.shape) == shape else dense.reshape(shape)
+
+
+def _check_can_be_padded(t: Tensor) -> None:
+    """Raise TypeError unless a tensor has one shape, and a dense storage that padding can be written to."""
+    if type(t) in MAPPED_TYPES:
+        raise TypeError("pad takes a tensor or a list of tensors; a TensorList has no one shape: give it x.tensors")
+    if type(t) in MASKED_TYPES:
+        raise TypeError("pad takes plain tensors, and a row is a PaddedTensor: unpad it first")
+    if t.is_nested is True:
+        raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
+    if t.layout is not torch.strided or t.is_quantized is True:
+        kind = "quantized" if t.is_quantized is True else str(t.layout).removeprefix("torch.")
+        raise TypeError(f"pad takes a dense tensor, got one that is {kind}; make it dense first")
+
+
+def _check_value(value: object, dtype: torch.dtype) -> None:
+    """Raise TypeError unless padding of a dtype can hold the value."""
+    is_number = isinstance(value, int | float) or (isinstance(value, complex) and dtype.is_complex)
+    if not is_number or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63):
+        raise TypeError(f"value is the number that padding of {dtype} holds, got {shown(value)}")
+
+
+def _check_dim(dim: object) -> None:
+    if not isinstance(dim, Dim):
+        raise TypeError(f"dim is the st.Dim that is padded on, got {shown(dim)}")
+
+
+def _check_padded(function: str, x: object) -> None:
+    if not isinstance(x, PaddedTensor):
+        raise TypeError(f"{function} takes a PaddedTensor, got {shown(x)}")
 
 
 def _pad_one(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
@@ -184,12 +219,16 @@ def true_sizes(
 
 
 def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
+    if isinstance(dims, Dim):
+        raise TypeError(f"dims say which dim is padded on which st.Dim: {{dim: {dims.name}}}; got the Dim alone")
+    if not isinstance(dims, Mapping):
+        raise TypeError(f"dims are {{dim: st.Dim(...)}}, got {shown(dims)}")
     named: dict[int, Dim] = {}
     for d, dim in dims.items():
-        if not isinstance(d, int) or not -rank <= d < rank:
-            raise ValueError(f"cannot pad dim {d!r} of a tensor with {rank} dims")
+        if type(d) is not int or not -rank <= d < rank:
+            raise ValueError(f"cannot pad dim {shown(d)} of a tensor with {rank} dims")
         if not isinstance(dim, Dim | int):
-            raise TypeError(f"dim {d} is padded on a st.Dim or an int, the bucket size; got {dim!r}")
+            raise TypeError(f"dim {d} is padded on a st.Dim or an int, the bucket size; got {shown(dim)}")
         named[d % rank] = dim if isinstance(dim, Dim) else Dim(f"dim{d % rank}", max=dim, buckets=[dim])
     if not named:
         raise ValueError("pad needs at least one dim: {dim: st.Dim(...)}")
@@ -228,8 +267,10 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
         >>> pad_nested(nested, st.Dim("n", max=8, buckets=4)).logical_shape
         (2, (2, 3))
     """
-    if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
-        raise TypeError("pad_nested takes a torch.nested tensor with layout=torch.jagged")
+    if type(nested) in MAPPED_TYPES or not isinstance(nested, Tensor) or nested.layout != torch.jagged:
+        raise TypeError(f"pad_nested takes a torch.nested tensor with layout=torch.jagged, got {shown(nested)}")
+    _check_dim(dim)
+    _check_value(value, nested.dtype)
     jagged: Any = nested
     values, rest = nested.values(), nested.shape[2:]
     # The values of a transposed one, or of one with holes between its rows, are not consecutive rows.
@@ -264,6 +305,7 @@ def to_nested(x: PaddedTensor) -> Tensor:
         >>> to_nested(x).offsets()
         tensor([0, 2, 5])
     """
+    _check_padded("to_nested", x)
     batch = unwrap_with_grad(x)
     sizes, ragged = batch.sizes, batch.dims[1] if batch.dim() > 1 else ()
     is_jagged = batch.padded_dims == [0, 1] and batch.dims[0][0].size == rows_symbol() and len(ragged) == 1
@@ -297,6 +339,13 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
         >>> pad_masked(t, mask, st.Dim("n", max=8, buckets=4)).sum(1).tolist()
         [2.0, 3.0]
     """
+    for name, given in (("t", t), ("mask", mask)):
+        is_plain = isinstance(given, Tensor) and type(given) not in {*MAPPED_TYPES, *MASKED_TYPES, *LAZY_TYPES}
+        if not is_plain or given.is_nested or given.layout is not torch.strided or given.is_quantized:
+            raise TypeError(f"pad_masked takes two plain dense tensors; {name} is {shown(given)}")
+    _check_dim(dim)
+    if value is not None:
+        _check_value(value, t.dtype)
     if mask.dim() != 2 or mask.shape != t.shape[:2]:
         raise ValueError(f"a mask is (rows, size), here {tuple(t.shape[:2])}; got {tuple(mask.shape)}")
     valid = mask != 0
@@ -331,6 +380,10 @@ def to_masked(x: PaddedTensor, value: Number = 0) -> tuple[Tensor, Tensor]:
         >>> to_masked(x)[1].tolist()
         [[1, 0, 0, 0], [1, 1, 1, 0]]
     """
+    _check_padded("to_masked", x)
+    _check_value(value, x.dtype)
+    if x.dim() < 2:
+        raise ValueError(f"to_masked takes a PaddedTensor of at least two dims, got one of {x.dim()}")
     mask = x.mask()
     first = mask.flatten(2)[..., 0] if mask.dim() > 2 else mask
     return torch.where(mask, x.dense, value), first.long()

@@ -8,6 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from subtensors.arguments import shown
+from subtensors.arguments import size as checked_size
+from subtensors.dispatch.ops.errors import SizeError
+
+MAX_BUCKETS = 1 << 20
+"""The most buckets that are listed: those of a larger range would fill the memory."""
+
 
 class BucketPolicy(ABC):
     """An increasing sequence of sizes, endless or not. A size is padded to the first of them that holds it."""
@@ -17,9 +24,19 @@ class BucketPolicy(ABC):
         """Return the smallest bucket of at least `size`; None if the sequence ends before it."""
 
     def up_to(self, limit: int) -> tuple[int, ...]:
-        """Return the buckets for sizes up to `limit`, the last of which is `limit` itself."""
+        """Return the buckets for sizes up to `limit`, the last of which is `limit` itself.
+
+        Raises:
+            TypeError: the limit is no int.
+            SizeError: there are too many of them.
+        """
+        limit = checked_size("limit", limit)
         found: list[int] = []
         while not found or found[-1] < limit:
+            if len(found) == MAX_BUCKETS:
+                raise SizeError(
+                    f"{self} has more than {MAX_BUCKETS} buckets up to {limit}; lower max, or give it larger steps"
+                )
             found.append(min(self.bucket(found[-1] + 1 if found else 1) or limit, limit))
         return tuple(found)
 
@@ -47,7 +64,7 @@ class Linear(BucketPolicy):
 
     def bucket(self, size: int) -> int:
         """The smallest multiple of the step of at least `size`, and at least the step."""
-        return max(-(-size // self.step), 1) * self.step
+        return max(-(-checked_size("size", size) // self.step), 1) * self.step
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,7 @@ class Geometric(BucketPolicy):
 
     def bucket(self, size: int) -> int:
         """The smallest of `start`, `start * base`, `start * base ** 2`, ... of at least `size`."""
+        size = checked_size("size", size)
         found, power = self.start, 0
         while found < size:
             power += 1
@@ -103,15 +121,18 @@ class Sizes(BucketPolicy):
     sizes: tuple[int, ...]
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        given: Sequence[int] = tuple(sizes)
+        try:
+            given: Sequence[int] = tuple(sizes)
+        except (TypeError, RuntimeError):  # RuntimeError: a tensor that can't be taken apart
+            raise TypeError(f"Sizes takes a list of one or more ints, got {shown(sizes)}") from None
         wrong = [size for size in given if not _is_positive_int(size)]
         if wrong or not given:
-            raise ValueError(f"Sizes takes one or more ints of at least 1, got {wrong[0] if wrong else given!r}")
+            raise ValueError(f"Sizes takes one or more ints of at least 1, got {shown(wrong[0] if wrong else given)}")
         object.__setattr__(self, "sizes", tuple(sorted(set(given))))
 
     def bucket(self, size: int) -> int | None:
         """The smallest of the sizes of at least `size`; None beyond the last."""
-        index = bisect.bisect_left(self.sizes, size)
+        index = bisect.bisect_left(self.sizes, checked_size("size", size))
         return self.sizes[index] if index < len(self.sizes) else None
 
 

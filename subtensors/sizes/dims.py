@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from subtensors.arguments import flag, shown
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.dispatch.sizes.expressions import size_symbol
 from subtensors.sizes.bucket_policies import BucketPolicy, Geometric, Sizes, bucket_policy
@@ -64,17 +65,19 @@ class Dim:
         strict: bool = True,
     ) -> None:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"a Dim's name is an identifier, got {name!r}")
+            raise ValueError(f"a Dim's name is an identifier, got {shown(name)}")
         policy = Geometric() if buckets is None else bucket_policy(buckets)
         if max is None and isinstance(policy, Sizes):
             max = policy.sizes[-1]
         for bound, minimum, value in (("min", 0, min), ("max", 1, max)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
-                raise ValueError(f"{bound} of Dim {name!r} is an int of at least {minimum}, got {value!r}")
+            is_open = bound == "max" and value is None
+            if not is_open and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+                raise ValueError(f"{bound} of Dim {name!r} is an int of at least {minimum}, got {shown(value)}")
         if max is not None and min > max:
             raise ValueError(f"Dim {name!r} has min {min} above max {max}")
         if max is not None and isinstance(policy, Sizes) and policy.sizes[-1] > max:
             raise ValueError(f"Dim {name!r} lists a bucket of {policy.sizes[-1]}, beyond its max of {max}")
+        flag(f"strict of Dim {name!r}", strict)
         for field, given in (("name", name), ("max", max), ("min", min), ("policy", policy), ("strict", strict)):
             object.__setattr__(self, field, given)
 
@@ -138,7 +141,7 @@ class Dim:
         try:
             return operator.index(size)
         except TypeError:
-            raise TypeError(f"a size of {self.name} is an int, got {size!r}") from None
+            raise TypeError(f"a size of {self.name} is an int, got {shown(size)}") from None
 
     def _range_error(self, size: int) -> str:
         if size < self.min:

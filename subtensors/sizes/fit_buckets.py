@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from subtensors.arguments import LARGEST_SIZE, shown, whole_number
 from subtensors.sizes.bucket_policies import Sizes
 
 
@@ -33,6 +34,7 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
 
     Raises:
         ValueError: there are no lengths, one is no positive int, or a number is below 1.
+        TypeError: `max_graphs` or `multiple_of` is no int.
 
     Example:
         >>> fit_buckets([10, 11, 12, 60, 64, 64, 500], max_graphs=3)
@@ -40,14 +42,25 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
 
     Source: optimal one-dimensional clustering by dynamic programming, after Wang & Song, "Ckmeans.1d.dp", 2011.
     """
-    sample = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths))
-    if not sample.size or sample.dtype.kind not in "iu" or sample.ndim != 1 or sample.min() < 1:
-        raise ValueError(f"fit_buckets takes one or more lengths, each an int of at least 1, got {sample.tolist()!r}")
-    if max_graphs < 1 or multiple_of < 1:
-        raise ValueError(f"max_graphs and multiple_of are at least 1, got {max_graphs} and {multiple_of}")
+    sample = _sample(lengths)
+    max_graphs = whole_number("max_graphs", max_graphs, at_least=1)
+    multiple_of = whole_number("multiple_of", multiple_of, at_least=1)
+    if int(sample.max()) + multiple_of > LARGEST_SIZE:
+        raise ValueError(f"multiple_of is small enough for a bucket to be a size, got {multiple_of}")
     candidates = -(-sample.astype(np.int64) // multiple_of) * multiple_of
     sizes, counts = np.unique(candidates, return_counts=True)
     return Sizes(sizes[_ends_of_runs(sizes, counts, max_graphs)].tolist())
+
+
+def _sample(lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
+    """Return the lengths as a vector of positive integers."""
+    try:
+        sample = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths))
+    except (TypeError, ValueError, RuntimeError):  # nothing to go through, lists that differ, a tensor without values
+        sample = np.empty(0)
+    if not sample.size or sample.dtype.kind not in "iu" or sample.ndim != 1 or sample.min() < 1:
+        raise ValueError(f"fit_buckets takes one or more lengths, each an int of at least 1, got {shown(lengths)}")
+    return sample
 
 
 def _ends_of_runs(sizes: np.ndarray, counts: np.ndarray, max_runs: int) -> list[int]:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def infer_sizes(
     Raises:
         SizeError: an argument is no tensor or has no such dimension, or two Dims have one name.
         ValueError: no dimension is named.
+        TypeError: `fn` is no function, or an argument or its dims are of another type than these.
 
     Example:
         >>> import subtensors as st
@@ -134,6 +137,12 @@ def _places(
     fn: Callable[..., object], args: Sequence[object], dims: Sequence[DimsOf | None] | Mapping[str, DimsOf]
 ) -> list[dict[int, Dim]]:
     """The varying dimensions of each argument, counted from the front."""
+    if not callable(fn):
+        raise TypeError(f"infer_sizes takes a function or a module as fn, got {shown(fn)}")
+    if not isinstance(args, list | tuple):
+        raise TypeError(f"args are a list of example arguments, got {shown(args)}")
+    if not isinstance(dims, list | tuple | Mapping):
+        raise TypeError(f"dims are a list with an entry for each argument, or a dict by their names; got {shown(dims)}")
     if isinstance(dims, Mapping):
         function = fn.forward if isinstance(fn, torch.nn.Module) else fn
         names = list(inspect.signature(function).parameters)[: len(args)]
@@ -150,9 +159,16 @@ def _places(
                 raise SizeError(f"argument {number} has varying dimensions but is no tensor: {type(arg).__name__}")
             places.append({})
             continue
-        wrong = [d for d in named or () if not -arg.dim() <= d < arg.dim()]
+        if not (named is None or isinstance(named, Mapping)):
+            raise TypeError(f"the dims of argument {number} are {{dimension: st.Dim(...)}} or None, got {shown(named)}")
+        if type(arg) in {*MASKED_TYPES, *LAZY_TYPES, *MAPPED_TYPES} or arg.layout is not torch.strided or arg.is_nested:
+            raise TypeError(f"argument {number} is a plain dense tensor, got {shown(arg)}")
+        for dim in (named or {}).values():
+            if not isinstance(dim, Dim | str):
+                raise TypeError(f"a dimension of argument {number} varies by a st.Dim or a name, got {shown(dim)}")
+        wrong = [d for d in named or () if type(d) is not int or not -arg.dim() <= d < arg.dim()]
         if wrong:
-            raise SizeError(f"argument {number} of shape {tuple(arg.shape)} has no dimension {wrong[0]}")
+            raise SizeError(f"argument {number} of shape {tuple(arg.shape)} has no dimension {wrong[0]!r}")
         places.append({d % arg.dim(): Dim(v) if isinstance(v, str) else v for d, v in (named or {}).items()})
     return places
 

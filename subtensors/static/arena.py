@@ -31,6 +31,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from subtensors.arguments import flag, shown
 from subtensors.byte_sizes import format_bytes, parse_bytes
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.released_tensors import ReferenceCensus, Release, memory_of
@@ -131,8 +132,8 @@ class Arena(Constructors):
             MemoryError: the host has not enough memory for the copy. Nothing is freed then.
             ValueError: `keep` is another value.
         """
-        if keep not in ("cpu", None):
-            raise ValueError(f'keep must be "cpu" or None; got {keep!r}')
+        if not (keep is None or isinstance(keep, str)) or keep not in ("cpu", None):
+            raise ValueError(f'keep must be "cpu" or None; got {shown(keep)}')
         with self._lock:
             if self._release is not None:
                 raise AddressError("this Arena is released already; restore() comes before the next release()")
@@ -202,6 +203,9 @@ class Arena(Constructors):
             >>> replay()
             'replayed'
         """
+
+        if not callable(call):
+            raise TypeError(f"guard takes a callable as call, got {shown(call)}")
 
         @wraps(call)
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -281,6 +285,7 @@ class Arena(Constructors):
 
     def _allocate(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """Return a new tensor of this layout, filled with the value unless it is None."""
+        flag("requires_grad", requires_grad)
         refuse_capture(self.device)
         size = layout.numel() * layout.element_size()
         part = self._allocate_part(size, layout.element_size()) if size else None
@@ -318,9 +323,12 @@ dynamo.call_eagerly(Arena._allocate, "a tensor in an Arena is created outside of
 
 def _device(device: torch.device | str) -> torch.device:
     """Return a device with its index, if it is one of CUDA; raise ValueError for other kinds of devices."""
-    resolved = torch.device(device)
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"an Arena is on a CPU or a CUDA device; got {device!r}")
+    try:
+        resolved = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:  # torch knows no such device
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device of an Arena is a CPU or a CUDA device; got {shown(device)}")
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.static.static_tensor import StaticAddressTensor, check_can_be_static, with_role
 
 
@@ -81,11 +82,11 @@ class Constructors(ABC):
 
     def empty_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
         """Return an uninitialized tensor with the shape and strides of `t`; a dtype of None means that of `t`."""
-        return self._allocate(torch.empty_like(t, dtype=dtype, device="meta"))
+        return self._allocate(_layout_like(t, dtype))
 
     def zeros_like(self, t: Tensor, *, dtype: torch.dtype | None = None) -> StaticAddressTensor:
         """As `empty_like`, filled with 0; it may replace torch.zeros_like where an optimizer creates its state."""
-        return self._allocate(torch.empty_like(t, dtype=dtype, device="meta"), 0)
+        return self._allocate(_layout_like(t, dtype), 0)
 
     def static(self, t: Tensor) -> StaticAddressTensor:
         """Return a copy of `t` in this arena: `st.static(t)` with an address of the arena.
@@ -110,6 +111,14 @@ class Constructors(ABC):
             out = self.empty_like(t)
             out.copy_(t)
         return with_role(out, t.requires_grad and t.is_leaf, isinstance(t, torch.nn.Parameter))
+
+
+def _layout_like(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor on the meta device like one that an arena can hold."""
+    check_can_be_static(t)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch.dtype or None, got {shown(dtype)}")
+    return torch.empty_like(t, dtype=dtype, device="meta")
 
 
 def _layout(size: tuple[int | Sequence[int], ...], dtype: torch.dtype | None) -> Tensor:

@@ -177,7 +177,10 @@ def check_can_be_static(t: object) -> None:
     if isinstance(t, ReleasedTensor):
         refuse_released("st.static")
     if type(t) not in PLAIN_TYPES or t.layout != torch.strided:
-        raise TypeError(f"st.static takes a strided torch.Tensor; got a {t.layout} {type(t).__name__}")
+        layout = f"{t.layout} " if type(t) in PLAIN_TYPES else ""
+        raise TypeError(f"st.static takes a strided torch.Tensor; got a {layout}{type(t).__name__}")
+    if t.is_nested:
+        raise TypeError("st.static takes a strided torch.Tensor; got a nested one")
     if t.is_quantized:
         raise TypeError(f"st.static takes plain numbers; got {t.dtype}: give it t.int_repr()")
     if t.device.type not in ("cpu", "cuda"):

@@ -272,7 +272,7 @@ def test_sizes_that_fill_their_bucket_or_have_none_are_counted_too(device: str) 
     assert run.stats().sizes == {"n": {1: 2, 5: 1, 20: 1, 0: 1}}
     assert run.refit(max_graphs=3) == {"n": st.Sizes([1, 5, 20])}
     assert len(run.plot().axes) == 2
-    with pytest.raises(ValueError, match="max_graphs is at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_graphs is an int of at least 1, got 0"):
         run.refit(max_graphs=0)
 
 

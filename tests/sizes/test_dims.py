@@ -176,7 +176,7 @@ def test_a_size_that_is_no_int_has_no_bucket() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_pad_names_what_it_does_not_take() -> None:
     dim = st.Dim("n", max=16)
-    with pytest.raises(TypeError, match="a list of at least one tensor, got NoneType"):
+    with pytest.raises(TypeError, match="a list of at least one tensor, got None"):
         st.pad(None, {0: dim})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a list of at least one tensor, got an empty list"):
         st.pad([], {0: dim})

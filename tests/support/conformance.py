@@ -52,7 +52,7 @@ def element(value: Any, index: int) -> Any:
     """What a gathered result says of one element."""
     if isinstance(value, st.TensorList):
         return value[index]
-    if isinstance(value, (tuple, list)) and value and any(_gathered(v) for v in value):
+    if isinstance(value, (tuple, list)) and any(_gathered(v) for v in value):
         parts = [element(v, index) for v in value]
         return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
     if isinstance(value, dict):

@@ -73,7 +73,10 @@ def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:
     leaves = [*args, *kwargs.values()]
     if is_flat(leaves):
         return leaves, None
-    found, structure = pytree.tree_flatten((args, kwargs))
+    try:
+        found, structure = pytree.tree_flatten((args, kwargs))
+    except RecursionError:
+        raise ValueError("an argument of a bucketed program is a container that holds itself") from None
     if any(map(dataclasses.is_dataclass, found)):
         found, structure = pytree.tree_flatten(flatten_argument_objects((args, kwargs)))
     return found, structure

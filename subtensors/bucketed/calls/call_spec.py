@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.bucketed.calls.call_format import FormatKey
 from subtensors.bucketed.calls.call_key import READ_IN_PLACE, Modes, leaf_key
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
@@ -160,6 +162,8 @@ def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int
     """
     if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
         return []
+    if given and (type(x) in MAPPED_TYPES or x.is_nested):
+        raise TypeError(f"an argument that is padded is a dense tensor, got {shown(x)}; hand it over as plain tensors")
     return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
@@ -222,8 +226,8 @@ def _input_spec(
     if isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE):
         if type(x) is not Tensor:
             raise NotCacheable(f"an argument is a {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise NotCacheable(f"an argument has the layout {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            raise NotCacheable(f"an argument has the layout {x.layout}" + ", nested" * x.is_nested)
         size_index = tuple(dims.index(padded[d]) if d in padded else -1 for d in range(x.dim()))
         shape = tuple(n if k < 0 else buckets[k] for n, k in zip(x.shape, size_index, strict=True))
         return InputSpec(leaf, shape, x.dtype, x.device, size_index, requires_grad=x.requires_grad)
