@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +128,7 @@ class CallCache:
                 raise NotCacheable("parameters have no size before the first call")
         except NotCacheable as reason:
             return CachedCall(None, None, str(reason), reason.error, sizes=sizes)
-        elements = math.prod(spec.sizes), math.prod(spec.buckets)
+        elements = spec.elements()
         cached = CachedCall(spec, None, elements=elements, sizes=sizes, format=form)
         if self._max_waste is not None and elements[1] > self._max_waste * elements[0]:
             cached.reason = f"padding would be more than max_waste={self._max_waste:g} times the true size"

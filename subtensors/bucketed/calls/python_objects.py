@@ -42,10 +42,14 @@ def attributes_of(x: object) -> Attributes:
     >>> attributes_of(point)
     {'x': 1}
     """
+    return slots_of(x) | getattr(x, "__dict__", {})
+
+
+def slots_of(x: object) -> Attributes:
+    """Return the attributes in the slots of an object."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
     names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    found = {name: getattr(x, name) for name in names if name != "__dict__" and hasattr(x, name)}
-    return found | getattr(x, "__dict__", {})
+    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
 
 
 class ObjectSnapshot:
