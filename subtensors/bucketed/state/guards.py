@@ -218,9 +218,11 @@ class ConstantGuard:
 
         A run may call the program's runner, within which fewer locations are watched after a change.
         """
-        if (now := self.hook_ids()) != hook_ids:
-            self._hook_ids = now
-        changed = {id(location) for location, before in watched if not _are_equal(location.now(), before)}
+        if self.hook_ids() != hook_ids:
+            self._hook_ids = self.hook_ids()
+        now = [(location, location.now(), before) for location, before in watched]
+        # Lists compare what is the same object as equal, which a tensor in a value's place would refuse.
+        changed = {id(location) for location, after, before in now if not _are_equal([after], [before])}
         if changed:
             pairs = zip(self._locations, self._values, strict=True)
             self._watch([(location, value) for location, value in pairs if id(location) not in changed])
