@@ -19,6 +19,7 @@ from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.side_effects import TrainingDetector
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
+from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
@@ -89,6 +90,11 @@ class Bucket:
     def use_compiled_code(self, cache: CompileCache) -> None:
         """Take the program's compiled code from the cache, if compilation is on."""
         self.compiled = cache.code_for(self, Compiled)
+
+    @property
+    def has_compiled_code(self) -> bool:
+        """Return whether compilation is on."""
+        return self.compiled is not None
 
     @property
     def is_captured(self) -> bool:
@@ -228,17 +234,34 @@ class Bucket:
         steps = TrainingDetector(state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with use_reference_while_compiling() if self.pool is not None else nullcontext():
+        with use_reference_while_compiling() if self.pool is not None else self.refusing_host_reads():
             result = self.run_once(spec.host)
         if reason := self.no_replay_reason(leaves):
             raise RuleError(reason)
         self.write_back(leaves)
-        if steps.any():
+        if self.no_graph_reason:
+            self.drop()
+        elif steps.any():
             self.no_graph_reason = (
                 "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
             )
             self.drop()
         return result
+
+    @contextmanager
+    def refusing_host_reads(self) -> Iterator[None]:
+        """A context in which a run sets `no_graph_reason` where a CPU, which captures nothing, reads values.
+
+        A GPU waits for such values, and a capture on it can't. Compiled code has no such reads.
+        """
+        if self.pool is not None or self.has_compiled_code:
+            yield
+            return
+        with HostReads() as reads:
+            yield
+        if reads.first and not self.no_graph_reason:
+            self.no_graph_reason = f"{reads.first} reads values on the host, which a graph can't wait for"
+            self.no_graph_reason += f" ({reads.line})" * bool(reads.line)
 
     def capture(self) -> None:
         """Capture the program.
@@ -315,7 +338,9 @@ class Bucket:
 
     def refuse(self, error: Exception) -> None:
         """Drop the graph and the static inputs for good, because the capture raised this error."""
-        self.no_graph_reason = summarize_error(error)
+        # What the program raises has its message; what CUDA says of a capture names no line.
+        line = error_line(error) if "captur" in str(error) else ""
+        self.no_graph_reason = summarize_error(error) + f" ({line})" * bool(line)
         self.drop()
 
     def drop(self) -> None:

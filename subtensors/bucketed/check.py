@@ -154,24 +154,25 @@ class Checker:
         expected = self._run_plain(bucket, leaves, spec.sizes, before)
         if expected.is_final:
             return expected.result, self._report(sizes, expected.not_checked)
-        is_replay = bucket.is_captured
+        is_replay, calls = bucket.is_captured, bucket.statistics.calls
         self.program_raises = expected.error is not None
         try:
             result = answer()
         finally:
             self.program_raises = False
-        if reason := expected.not_checked or bucket.no_graph_reason:
+        ran_padded = bucket.statistics.calls > calls
+        if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
             return result, self._report(sizes, reason)
         difference = self._compare(bucket, leaves, expected, result)
-        if not difference:
-            if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
-                # The comparison took gradients through the call's graph: the caller gets another one.
-                before.restore()
-                bucket.count_call(elements, is_hit=is_replay, by=-1)
-                result = answer()
-                bucket.statistics.hits -= not is_replay
+        if not difference and not (isinstance(bucket, TrainedBucket) and bucket.is_differentiable):
             return result, CheckReport(sizes)
         before.restore()
+        bucket.count_call(elements, is_hit=is_replay, by=-1)
+        if not difference:
+            # The comparison took gradients through the call's graph: the caller gets another one.
+            result = answer()
+            bucket.statistics.hits -= not (is_replay or bucket.no_graph_reason)
+            return result, CheckReport(sizes)
         lines = padded_size_lines(lambda: bucket.call(padded_leaves(leaves, spec, bucket.device)))
         before.restore()
         bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])

@@ -88,6 +88,11 @@ class TrainedBucket(Bucket):
         """See `Bucket`."""
         self.gradients_code = cache.code_for(self, CompiledGradients)
 
+    @property
+    def has_compiled_code(self) -> bool:
+        """See `Bucket`."""
+        return self.gradients_code is not None
+
     def grad_inputs(self, leaves: Sequence[PyTree]) -> list[Tensor]:
         """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
         copied = [leaves[source.leaf] for source in self.spec.inputs]
@@ -165,7 +170,9 @@ class TrainedBucket(Bucket):
         # On the caller's stream, which its backward is on as well. A backward of the program's own is on this thread,
         # as in the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
-            result = flatten_result_objects(self.call(padded), set(map(id, self.uncopied.values())))
+            with self.refusing_host_reads():
+                result = self.call(padded)
+            result = flatten_result_objects(result, set(map(id, self.uncopied.values())))
             results, structure = pytree.tree_flatten(result)
             results = cut_and_copy_aliases(results, [*state.tensors(), *leaves, *self.callers_tensors()])
         state.note_writes(versions)
@@ -176,7 +183,9 @@ class TrainedBucket(Bucket):
             self.load(leaves, spec.sizes)
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         self.is_differentiable = bool(roots)
-        if roots and steps.any():
+        if self.no_graph_reason:
+            self.drop()
+        elif roots and steps.any():
             self.no_graph_reason = (
                 "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             )
@@ -188,8 +197,10 @@ class TrainedBucket(Bucket):
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
             # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
-                with restore_state(state, state.tensors_to_restore(), [self.device]):
+                with restore_state(state, state.tensors_to_restore(), [self.device]), self.refusing_host_reads():
                     self.run_once(spec.host)
+                if self.no_graph_reason:
+                    self.drop()
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self.refuse(error)
         return pytree.tree_unflatten(results, structure)

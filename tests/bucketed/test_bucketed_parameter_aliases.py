@@ -208,4 +208,4 @@ def test_a_program_that_accumulates_gradients_and_returns_a_loss_falls_back() ->
         return both
 
     run = same_gradients(net, alone, (5, 7, 6), program)
-    assert list(run.stats().fallbacks.values()) == [2]
+    assert list(run.stats().fallbacks.values()) == [3]  # of the first call the plain program's gradients are taken

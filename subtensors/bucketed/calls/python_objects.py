@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.state.guards import slots_of
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
@@ -43,13 +44,6 @@ def attributes_of(x: object) -> Attributes:
     {'x': 1}
     """
     return slots_of(x) | getattr(x, "__dict__", {})
-
-
-def slots_of(x: object) -> Attributes:
-    """Return the attributes in the slots of an object."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
 
 
 class ObjectSnapshot:

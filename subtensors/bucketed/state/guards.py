@@ -62,6 +62,13 @@ def is_plain(x: object) -> bool:
     return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
 
 
+def slots_of(x: object) -> dict[str, object]:
+    """Return the attributes in the slots of an object."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
+
+
 class Slots:
     """The slots of an object, read like a dict."""
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.calls.python_objects import slots_of
-from subtensors.bucketed.state.guards import CELL, Holder, LocatedValue, Location, Slots, is_plain
+from subtensors.bucketed.state.guards import CELL, Holder, LocatedValue, Location, Slots, is_plain, slots_of
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
