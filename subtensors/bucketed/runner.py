@@ -145,8 +145,8 @@ class Bucketed(ModuleProxy):
         assert cached.spec is not None
         self.state.guard.check_resident()
 
-        def fall_back(reason: str) -> PyTree:
-            return self._fall_back(reason, None, args, kwargs)
+        def fall_back(reason: str, error: Exception | None = None) -> PyTree:
+            return self._fall_back(reason, error, args, kwargs)
 
         def answer() -> PyTree:
             return self._answer(cached, leaves, args, kwargs)
@@ -224,24 +224,33 @@ class Bucketed(ModuleProxy):
         return outputs.rebuild([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
     def _fall_back(self, reason: str, error: Exception | None, args: Args, kwargs: Kwargs) -> PyTree:
-        # An error of the program's own is raised as it is, by the program, without a word about graphs.
-        if not self.checker.program_raises:
-            self.fallbacks.count(reason, error)
+        """Run the program at its true sizes; an error of its own is raised as it is, without a word about graphs."""
+        self.fallbacks.refuse(reason, error)
         with self.state.guard.during_run():
-            return self.program(*args, **kwargs)
+            result = self.program(*args, **kwargs)
+        self.fallbacks.count(reason)
+        return result
 
     def _first_call(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Answer a bucket's first call, and capture a graph for later calls."""
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
+        raised: Exception | None = None
         try:
             result = self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # whatever a program says of padded tensors
-            bucket.no_graph_reason = summarize_error(error)
+            raised = error
+        if raised is not None:
             if bucket.is_allocated:
                 bucket.drop()
-            return self._fall_back(bucket.no_graph_reason, error, args, kwargs)
+            bucket.no_graph_reason = summarize_error(raised)
+            try:
+                return self._fall_back(bucket.no_graph_reason, raised, args, kwargs)
+            except Exception:
+                if not self.fallbacks.are_errors:  # an error of the program's own says nothing of padding
+                    bucket.no_graph_reason = ""
+                raise
         bucket.count_call(cached.elements, is_hit=False)
         if bucket.no_graph_reason:
             self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
@@ -342,7 +351,7 @@ class Bucketed(ModuleProxy):
             if self._generation is None:
                 seq = prompt_dim(self.program, self.dims.by_name)
                 self._generation = Generation(self.program, seq, self._with_other_program)
-            return self._generation.run(inputs, options, self.fallbacks.count)
+            return self._generation.run(inputs, options, self.fallbacks)
 
     def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
         """Bucket another program with the same options; calls of it that have no graph are errors."""
