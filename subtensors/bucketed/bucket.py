@@ -19,6 +19,7 @@ from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.side_effects import TrainingDetector
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
+from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
 from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
@@ -234,7 +235,7 @@ class Bucket:
         steps = TrainingDetector(state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with use_reference_while_compiling() if self.pool is not None else self.refusing_host_reads():
+        with self.watched(), use_reference_while_compiling() if self.pool is not None else nullcontext():
             result = self.run_once(spec.host)
         if reason := self.no_replay_reason(leaves):
             raise RuleError(reason)
@@ -249,17 +250,21 @@ class Bucket:
         return result
 
     @contextmanager
-    def refusing_host_reads(self) -> Iterator[None]:
-        """A context in which a run sets `no_graph_reason` where a CPU, which captures nothing, reads values.
+    def watched(self) -> Iterator[None]:
+        """A context for the first run, which sets `no_graph_reason` for what a graph can't do.
 
-        A GPU waits for such values, and a capture on it can't. Compiled code has no such reads.
+        A CPU captures nothing, so it is watched for reads of values, which a GPU's capture refuses and no compiled code
+        has.
         """
-        if self.pool is not None or self.has_compiled_code:
+        reads = HostReads() if self.pool is None and not self.has_compiled_code else None
+        collectives = Collectives() if is_distributed() else None
+        with reads or nullcontext(), collectives or nullcontext():
             yield
-            return
-        with HostReads() as reads:
-            yield
-        if reads.first and not self.no_graph_reason:
+        if collectives is not None and collectives.first:
+            self.no_graph_reason = (
+                f"it calls {collectives.first}, and other processes may meet its sizes at other times"
+            )
+        elif reads is not None and reads.first:
             self.no_graph_reason = f"{reads.first} reads values on the host, which a graph can't wait for"
             self.no_graph_reason += f" ({reads.line})" * bool(reads.line)
 

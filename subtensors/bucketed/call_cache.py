@@ -20,6 +20,7 @@ from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.nested_call import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 
 MAX_CACHED_CALLS = 4096
@@ -124,6 +125,9 @@ class CallCache:
         try:
             spec = analyze(leaves, places, (form.key, modes))
             device = device_of(spec, self._state.tensors())
+            if reducer := next(filter(is_reducer, self._state.guard.modules), None):
+                name = type(reducer).__name__
+                raise NotCacheable(f"a {name} calls collectives in Python: let it hold the runner's module instead")
             if self._state.is_lazy():
                 raise NotCacheable("parameters have no size before the first call")
         except NotCacheable as reason:

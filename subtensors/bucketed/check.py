@@ -37,6 +37,7 @@ from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import Snapshot
 from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.collectives import is_distributed
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals import autograd
@@ -125,9 +126,11 @@ class Checker:
         if autograd.has_saved_tensor_hooks():  # a checkpoint's, which count what is saved
             return False
         self._calls += 1
+        if is_distributed() and not bucket.is_captured:
+            return False  # it may call collectives, as its first run will tell; its second call is due
         if self.every and self._calls % self.every == 0:
             return True
-        if call.calls > 1 or spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
+        if spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
         return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
 
@@ -199,8 +202,6 @@ class Checker:
             before: a snapshot of what the call may write to.
         """
         bucket.checked_sizes.add(sizes)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return Expected(not_checked="other processes might have to run the program as well")
         expected = Expected()
         try:
             expected.result = bucket.call([_unpadded(x) for x in leaves])

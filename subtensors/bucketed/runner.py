@@ -133,7 +133,7 @@ class Bucketed(ModuleProxy):
                 leaves = cached.format.ordered(leaves)
             if cached.reason:
                 return self._fall_back(cached.reason, cached.error, args, kwargs)
-            if (cached.calls == 1 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
+            if (cached.calls <= 2 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
                 return self._answer_and_check(cached, leaves, args, kwargs)[0]
             return self._answer(cached, leaves, args, kwargs)
 

@@ -170,7 +170,7 @@ class TrainedBucket(Bucket):
         # On the caller's stream, which its backward is on as well. A backward of the program's own is on this thread,
         # as in the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
-            with self.refusing_host_reads():
+            with self.watched():
                 result = self.call(padded)
             result = flatten_result_objects(result, set(map(id, self.uncopied.values())))
             results, structure = pytree.tree_flatten(result)
@@ -197,7 +197,7 @@ class TrainedBucket(Bucket):
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
             # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
-                with restore_state(state, state.tensors_to_restore(), [self.device]), self.refusing_host_reads():
+                with restore_state(state, state.tensors_to_restore(), [self.device]), self.watched():
                     self.run_once(spec.host)
                 if self.no_graph_reason:
                     self.drop()
