@@ -128,6 +128,16 @@ def needs_host(values: Tensor, name: str) -> bool:
     return False
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A context in which `needs_host` notes nothing: what is read in it, a graph need not read."""
+    before, _active.stack = _active.stack, []
+    try:
+        yield
+    finally:
+        _active.stack = before
+
+
 _patches = 0
 _patching = threading.Lock()
 _is_capturing = torch.cuda.is_current_stream_capturing

@@ -202,15 +202,19 @@ class Checker:
             before: a snapshot of what the call may write to.
         """
         bucket.checked_sizes.add(sizes)
-        expected = Expected()
+        expected, has_result = Expected(), False
         try:
-            expected.result = bucket.call([_unpadded(x) for x in leaves])
-            expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
-            expected.observed = self._observe(expected.result, leaves, expected.written)
+            expected.result, has_result = bucket.call([_unpadded(x) for x in leaves]), True
         except RuleError as error:  # what the program does can't be captured; the call itself will say so
             expected.not_checked = summarize_error(error)
         except Exception as error:
             expected.not_checked, expected.error = f"the plain program raises {summarize_error(error)}", error
+        else:
+            try:
+                expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
+                expected.observed = self._observe(expected.result, leaves, expected.written)
+            except Exception as error:  # of a result whose gradients can't be taken
+                expected.not_checked = f"its results can't be compared: {summarize_error(error)}"
         if before.has_drawn():
             expected.not_checked = expected.not_checked or "it draws random numbers"
         if before.can_restore():
@@ -219,7 +223,7 @@ class Checker:
         else:
             if expected.error is not None:
                 raise expected.error  # another run would write once more
-            expected.is_final = expected.observed is not None
+            expected.is_final = has_result
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         return expected
 

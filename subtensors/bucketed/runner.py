@@ -189,7 +189,11 @@ class Bucketed(ModuleProxy):
             return self._fall_back(reason, None, args, kwargs)
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
-            return self._replay_with_grad(bucket, cached, leaves, spec)
+            if bucket.is_one_node:
+                return self._replay_with_grad(bucket, cached, leaves, spec)
+            result = bucket.run_tracked(spec, leaves)
+            bucket.count_call(cached.elements, is_hit=True)
+            return result
         results = self._replay(bucket, cached, leaves, spec)
         # The device is still busy with the replay.
         if not checks_first and (change := self.state.guard.first_change()):
