@@ -37,7 +37,7 @@ class Collectives(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.first = ""
         """The name of its op; "" if there was none."""
 

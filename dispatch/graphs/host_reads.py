@@ -185,7 +185,7 @@ class _Ops(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, reads: HostReads, functions: _Functions) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._functions = reads, functions
 
     @classmethod
@@ -199,9 +199,9 @@ class _Ops(TorchDispatchMode):
         given = kwargs or {}
         if any(kind.__module__.startswith("subtensors.") for kind in types):
             return NotImplemented  # what it is made of comes here in its turn
-        if isinstance(func, OpOverload) and _reads_values(func, args, given):
-            if self._functions.running not in _CHECKS_ON_CPU:
-                self._reads.note(self._reads.running() or str(func))
+        is_checked = self._functions.running in _CHECKS_ON_CPU
+        if isinstance(func, OpOverload) and not is_checked and _reads_values(func, args, given):
+            self._reads.note(self._reads.running() or str(func))
         return func(*args, **given)
 
 
@@ -216,7 +216,6 @@ def _reads_values(op: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     if op.overloadpacket is aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if op.overloadpacket is aten.one_hot:
-        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1
-    return op is aten.equal.default or torch.Tag.data_dependent_output in op.tags or (
-        torch.Tag.dynamic_output_shape in op.tags
-    )
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1)
+    tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return op is aten.equal.default or any(tag in op.tags for tag in tags)

@@ -46,6 +46,8 @@ class CachedCall:
     """The true sizes, by Dim, whether the call pads them or not."""
     format: CallFormat = AS_GIVEN
     """The way such calls pass their arguments."""
+    places: tuple[str, ...] = ()
+    """The place of each leaf among the arguments, in the program's names."""
     outputs: Outputs | None = None
     """The bucket's outputs that `cuts` were made for."""
     cuts: list[Cut] = field(default_factory=list)
@@ -133,7 +135,9 @@ class CallCache:
         except NotCacheable as reason:
             return CachedCall(None, None, str(reason), reason.error, sizes=sizes)
         elements = spec.elements()
-        cached = CachedCall(spec, None, elements=elements, sizes=sizes, format=form)
+        cached = CachedCall(
+            spec, None, elements=elements, sizes=sizes, format=form, places=tuple([place for place, _ in places])
+        )
         if self._max_waste is not None and elements[1] > self._max_waste * elements[0]:
             cached.reason = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return cached

@@ -109,6 +109,8 @@ class Checker:
         self.every = 0 if isinstance(schedule, (str, bool)) else schedule
         """One in so many calls is checked; 0 for none."""
         self._calls = 0
+        self._places: tuple[str, ...] = ()
+        """The places of the arguments of the call that is checked."""
         self.checked = 0
         """The calls that were compared with the plain program."""
         self.not_checked: Counter[str] = Counter()
@@ -135,22 +137,21 @@ class Checker:
         return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
 
     def answer_and_check(
-        self,
-        bucket: Bucket,
-        spec: CallSpec,
-        leaves: list[PyTree],
-        elements: tuple[int, int],
-        answer: Callable[[], PyTree],
-        fall_back: Callable[..., PyTree],
+        self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer.
 
         Args:
-            bucket, spec, leaves, elements: of the call.
+            call: has a bucket.
+            leaves: of the call.
             answer: answers the call.
             fall_back: answers it at its true sizes, for a reason and, if there is one, an error.
         """
+        bucket, spec, elements = call.bucket, call.spec, call.elements
+        assert bucket is not None
+        assert spec is not None
         sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
+        self._places = call.places
         before = self.snapshot(bucket, leaves)
         expected = self._run_plain(bucket, leaves, spec.sizes, before)
         if expected.is_final:
@@ -230,7 +231,9 @@ class Checker:
     def _named(self) -> dict[str, Tensor]:
         """Return the tensors of the program's state by name."""
         names = {id(t): name for root in self._state.guard.roots for name, t in _named_tensors(root)}
-        own = {names.get(id(t), f"tensor {i}"): t for i, t in enumerate(self._state.guard.distinct_tensors)}
+        own = {
+            names.get(id(t), f"tensor {i} of the program"): t for i, t in enumerate(self._state.guard.distinct_tensors)
+        }
         return own | {f"optimizer state {i}": t for i, t in enumerate(self._state.optimizers.tensors())}
 
     def _observe(
@@ -243,7 +246,7 @@ class Checker:
     ) -> Observed:
         inputs: dict[str, Tensor] = {}
         if torch.is_grad_enabled():
-            given = {f"argument {i}": x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+            given = {place: x for place, x in zip(self._places, leaves, strict=True) if isinstance(x, Tensor)}
             inputs = {name: t for name, t in (given | self._named()).items() if t.requires_grad}
         return observe(result, leaves, inputs, written, unit, direction)
 

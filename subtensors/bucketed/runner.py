@@ -29,8 +29,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,26 +55,21 @@ from subtensors.bucketed.compilation.size_polymorphic import CompileOptions
 from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import ModuleProxy, Program
+from subtensors.bucketed.module_proxy import Program
+from subtensors.bucketed.reports import Reports
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import restore_all
-from subtensors.bucketed.statistics import Statistics, plot_statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.sizes.bucket_policies import Sizes
-from subtensors.sizes.fit_buckets import fit_buckets
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OnMiss = Literal["capture", "eager", "error"]
 
 
-class Bucketed(ModuleProxy):
+class Bucketed(Reports):
     """The result of `st.bucketed`: called like the program, with the program's attributes besides its own."""
 
     def __init__(
@@ -141,8 +135,6 @@ class Bucketed(ModuleProxy):
         self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer."""
-        assert cached.bucket is not None
-        assert cached.spec is not None
         self.state.guard.check_resident()
 
         def fall_back(reason: str, error: Exception | None = None) -> PyTree:
@@ -151,7 +143,7 @@ class Bucketed(ModuleProxy):
         def answer() -> PyTree:
             return self._answer(cached, leaves, args, kwargs)
 
-        return self.checker.answer_and_check(cached.bucket, cached.spec, leaves, cached.elements, answer, fall_back)
+        return self.checker.answer_and_check(cached, leaves, answer, fall_back)
 
     def _add_call(
         self, key: CallKey, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs
@@ -365,10 +357,6 @@ class Bucketed(ModuleProxy):
         other.call_cache.is_bounded = False  # there is one cache for each number of rows
         return other
 
-    def no_graph_reasons(self) -> list[str]:
-        """Return the reasons why buckets could not be captured."""
-        return [b.no_graph_reason for b in self.graph_cache.buckets.values() if b.no_graph_reason]
-
     @contextmanager
     def settled(self) -> Iterator[None]:
         """A context in which nothing replaces what the program reads, so that calls check for that after their replay.
@@ -388,56 +376,6 @@ class Bucketed(ModuleProxy):
     def programs(self) -> dict[str, Bucketed]:
         """The programs that `generate` runs, each with its own statistics: "decoder", and "encoder" if there is one."""
         return self._generation.programs if self._generation is not None else {}
-
-    def stats(self) -> Statistics:
-        """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
-
-        Example:
-            >>> import subtensors as st
-            >>> run = st.bucketed(torch.exp, {0: {0: st.Dim("n", max=8, buckets=4)}})
-            >>> _ = run(torch.ones(3)), run(torch.ones(2)), run(torch.ones(8))
-            >>> print(run.stats())
-            eager: 3 calls, 1 replays, 0 captures, 19% waste, pool 0 B
-              n=8 [(8,)]: 1 calls, 0 replays, 40 B, 0% waste
-              n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
-        """
-        with self._lock:
-            statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
-            return replace(statistics, checked=self.checker.checked, not_checked=dict(self.checker.not_checked))
-
-    def captured_buckets(self) -> list[Bucket]:
-        """Return the buckets with a graph, the least recently called one first."""
-        return self.graph_cache.captured_buckets()
-
-    def explain(self) -> str:
-        """Describe what was done and why; `st.explain(run)` returns this."""
-        dims = ", ".join(map(str, self.dims.distinct.values()))
-        budget = f"max_graphs={self.graph_cache.max_graphs}, memory_limit={self.graph_cache.memory_limit}"
-        parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
-        return f"{self.name} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
-
-    def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
-        """Return the buckets that would have wasted least on the sizes seen so far.
-
-        Args:
-            max_graphs: the most buckets of each Dim; by default the runner's own limit, or 8.
-
-        Returns:
-            The policy of each Dim that calls gave a size, for `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's
-            max count too.
-
-        Raises:
-            ValueError: `max_graphs` is below 1.
-        """
-        if max_graphs is not None and max_graphs < 1:
-            raise ValueError(f"max_graphs is at least 1, got {max_graphs}")
-        count = max_graphs or self.graph_cache.max_graphs or 8
-        seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
-        return {name: fit_buckets(sizes, count) for name, sizes in seen.items() if sizes}
-
-    def plot(self) -> Figure:
-        """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
-        return plot_statistics(self.stats(), self.dims.distinct)
 
     def release(self) -> None:
         """Give the memory of graphs and static inputs back to the device; the next calls recapture."""

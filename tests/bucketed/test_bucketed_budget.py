@@ -279,7 +279,6 @@ def test_the_waste_of_a_ragged_batch_is_that_of_its_rows(device: str) -> None:
     assert list(limited.stats().fallbacks) == ["padding would be more than max_waste=1.5 times the true size"]
 
 
-
 @torch.no_grad()
 def test_sizes_that_fill_their_bucket_or_have_none_are_counted_too(device: str) -> None:
     run = st.bucketed(softmax, {"x": {1: st.Dim("n", max=8, min=0, buckets=[1, 8])}})

@@ -15,6 +15,7 @@ import subtensors as st
 
 weight = torch.linspace(-1, 1, 3, dtype=torch.float64)
 
+
 def is_capturing() -> bool:
     """Ask as models do; a torch without CUDA refuses to answer."""
     try:

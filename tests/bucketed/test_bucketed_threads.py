@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -60,6 +61,6 @@ def test_threads_accumulate_gradients_through_one_runner(device: str) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(train, range(THREADS)))
-    for x in sum(batches, []):
+    for x in itertools.chain.from_iterable(batches):
         alone(x).square().sum().backward()
     assert_same([p.grad for p in own.parameters()], [p.grad for p in alone.parameters()])

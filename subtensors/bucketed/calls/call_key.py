@@ -165,7 +165,8 @@ def _part_keys(x: object, path: tuple[object, ...], depth: int) -> Iterator[tupl
         elif isinstance(value, set):
             yield (*path, name), frozenset(value)
         elif isinstance(value, np.ndarray):
-            yield (*path, name), value.dtype.str, value.shape, value.tobytes() if value.size <= _MAX_PARTS else id(value)
+            contents = value.tobytes() if value.size <= _MAX_PARTS else id(value)
+            yield (*path, name), value.dtype.str, value.shape, contents
         elif type(value).__hash__ is not None:  # such as the members of an enum
             yield (*path, name), type(value), value
 
