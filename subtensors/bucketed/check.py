@@ -30,7 +30,7 @@ from torch import Tensor
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall
 from subtensors.bucketed.calls.call_key import READ_IN_PLACE, callers_tensors
-from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
+from subtensors.bucketed.calls.call_spec import padded_leaves
 from subtensors.bucketed.calls.python_objects import ObjectSnapshot
 from subtensors.bucketed.compare_runs import Observed, first_difference, moved, observe, unit_in_the_last_place
 from subtensors.bucketed.fallbacks import summarize_error
@@ -109,7 +109,7 @@ class Checker:
         self.every = 0 if isinstance(schedule, (str, bool)) else schedule
         """One in so many calls is checked; 0 for none."""
         self._calls = 0
-        self._places: tuple[str, ...] = ()
+        self._places: list[str] = []
         """The places of the arguments of the call that is checked."""
         self.checked = 0
         """The calls that were compared with the plain program."""
@@ -151,7 +151,7 @@ class Checker:
         assert bucket is not None
         assert spec is not None
         sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
-        self._places = call.places
+        self._places = [f"argument {place.removeprefix('argument ')}" for place in call.places]
         before = self.snapshot(bucket, leaves)
         expected = self._run_plain(bucket, leaves, spec.sizes, before)
         if expected.is_final:
