@@ -63,7 +63,7 @@ from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import autograd, dynamo
+from subtensors.dispatch.torch_internals import autograd, dispatcher, dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 OnMiss = Literal["capture", "eager", "error"]
@@ -392,6 +392,8 @@ def why_not_replayable() -> str:
         return "it is inside a transform of torch.func, or forward-mode differentiation"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "it is part of a graph that is being captured"
+    if dispatcher.has_dispatch_mode():
+        return "a dispatch mode is around it, which is to see each op"
     return ""
 
 
