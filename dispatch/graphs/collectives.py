@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let functions that the program compiles itself be compiled."""
+        """Return True: functions that the program compiles itself stay compiled."""
         return True
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""What a runner tells of itself: statistics, in numbers, words and a figure, and buckets that would fit better."""
+"""Reports of a runner: statistics, in numbers, words and a figure, and buckets that would fit better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of modules and dispatch modes around a runner, and around modules of PaddedTensors, see what they are to see."""
+"""Hooks of modules, and dispatch modes around a runner and PaddedTensors, see what they are to see."""
 
 from __future__ import annotations
 
