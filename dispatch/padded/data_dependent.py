@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
@@ -185,7 +186,7 @@ def valid_first(x: PaddedValue) -> Tensor:
 def require_values(call: PaddedCall) -> None:
     """Raise DataDependentCall where values are unknown: under a compiler and in a graph capture."""
     for x in call.values:
-        if is_traced(x.dense) or (x.dense.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_traced(x.dense) or needs_host(x.dense, call.op.name()):
             raise refuse(call, "the length of its result depends on values", DataDependentCall)
 
 

@@ -49,7 +49,9 @@ OPS = frozenset(
 
 aten = torch.ops.aten
 
-CAST_INSIDE = frozenset([aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, aten.cov, aten.nll_loss_nd, aten.pad])
+CAST_INSIDE = frozenset(
+    [aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu, aten.cov, aten.nll_loss_nd, aten.cross_entropy_loss, aten.pad]
+)
 """Composite ops with a rule of their own, inside of which autocast casts; other ops are cast before the call or not."""
 
 FUNCTIONS = frozenset(

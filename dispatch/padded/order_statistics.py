@@ -21,7 +21,7 @@ from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
 from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
-from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 
 aten = torch.ops.aten
 
@@ -284,8 +284,10 @@ def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
     if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
         raise refuse(call, "q must be a number or a vector, of the same dtype and device")
     # On other devices torch doesn't check either, since that waits for the device.
-    if q.device.type == "cpu" and not is_traced(q) and not bool(((q >= 0) & (q <= 1)).all()):
-        raise refuse(call, "a q is out of [0, 1]")
+    if q.device.type == "cpu" and not is_traced(q):
+        with without_modes():  # one that looks for what a GPU would wait for
+            if not bool(((q >= 0) & (q <= 1)).all()):
+                raise refuse(call, "a q is out of [0, 1]")
     return q
 
 

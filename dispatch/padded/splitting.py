@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import take_range
@@ -112,7 +113,7 @@ def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> Padded
 
 def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:
     """Return the true sizes of a dim; raise DataDependentCall if the host doesn't know them."""
-    sizes = None if is_traced(x.dense) else host_sizes(x, d)
+    sizes = None if is_traced(x.dense) or needs_host(x.dense, call.op.name()) else host_sizes(x, d)
     if sizes is None:
         raise refuse(call, "the number of parts would depend on the true size", DataDependentCall)
     return sizes

@@ -91,3 +91,9 @@ def is_traced(tensor: torch.Tensor) -> bool:
 def is_intercepted() -> bool:
     """Return whether autocast or a mode that intercepts ops is active. Checked on 2.11, 2.13."""
     return torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@requires("torch._C._len_torch_dispatch_stack", otherwise=lambda: False)
+def has_dispatch_mode() -> bool:
+    """Return whether a mode that sees each op, such as `FlopCounterMode`, is active. Checked on 2.11, 2.13."""
+    return torch._C._len_torch_dispatch_stack() > 0

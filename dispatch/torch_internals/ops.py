@@ -25,9 +25,12 @@ def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
 
 @requires("torch._C._len_torch_function_stack", otherwise=lambda: torch.get_default_device())
 def default_device() -> torch.device | None:
-    """Return the default device of new tensors; None if none was set. Checked on 2.11, 2.13."""
+    """Return the default device of new tensors; None for the CPU. Checked on 2.11, 2.13."""
     # Only modes set one; torch's own function takes longer than this check that there is none.
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    if not torch._C._len_torch_function_stack():
+        return None
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device  # other modes set none
 
 
 @requires("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND", "torch._prims_common.elementwise_dtypes")

@@ -19,6 +19,8 @@ from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.side_effects import TrainingDetector
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
+from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
+from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
@@ -89,6 +91,11 @@ class Bucket:
     def use_compiled_code(self, cache: CompileCache) -> None:
         """Take the program's compiled code from the cache, if compilation is on."""
         self.compiled = cache.code_for(self, Compiled)
+
+    @property
+    def has_compiled_code(self) -> bool:
+        """Return whether compilation is on."""
+        return self.compiled is not None
 
     @property
     def is_captured(self) -> bool:
@@ -228,17 +235,38 @@ class Bucket:
         steps = TrainingDetector(state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with use_reference_while_compiling() if self.pool is not None else nullcontext():
+        with self.watched(), use_reference_while_compiling() if self.pool is not None else nullcontext():
             result = self.run_once(spec.host)
         if reason := self.no_replay_reason(leaves):
             raise RuleError(reason)
         self.write_back(leaves)
-        if steps.any():
+        if self.no_graph_reason:
+            self.drop()
+        elif steps.any():
             self.no_graph_reason = (
                 "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
             )
             self.drop()
         return result
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context for the first run, which sets `no_graph_reason` for what a graph can't do.
+
+        A CPU captures nothing, so it is watched for reads of values, which a GPU's capture refuses and no compiled code
+        has.
+        """
+        reads = HostReads() if self.pool is None and not self.has_compiled_code else None
+        collectives = Collectives() if is_distributed() else None
+        with reads or nullcontext(), collectives or nullcontext():
+            yield
+        if collectives is not None and collectives.first:
+            self.no_graph_reason = (
+                f"it calls {collectives.first}, and other processes may meet its sizes at other times"
+            )
+        elif reads is not None and reads.first:
+            self.no_graph_reason = f"{reads.first} reads values on the host, which a graph can't wait for"
+            self.no_graph_reason += f" ({reads.line})" * bool(reads.line)
 
     def capture(self) -> None:
         """Capture the program.
@@ -315,7 +343,9 @@ class Bucket:
 
     def refuse(self, error: Exception) -> None:
         """Drop the graph and the static inputs for good, because the capture raised this error."""
-        self.no_graph_reason = summarize_error(error)
+        # What the program raises has its message; what CUDA says of a capture names no line.
+        line = error_line(error) if "captur" in str(error) else ""
+        self.no_graph_reason = summarize_error(error) + f" ({line})" * bool(line)
         self.drop()
 
     def drop(self) -> None:

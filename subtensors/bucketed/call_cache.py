@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.nested_call import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 
 MAX_CACHED_CALLS = 4096
@@ -46,6 +46,8 @@ class CachedCall:
     """The true sizes, by Dim, whether the call pads them or not."""
     format: CallFormat = AS_GIVEN
     """The way such calls pass their arguments."""
+    places: tuple[str, ...] = ()
+    """The place of each leaf among the arguments, in the program's names."""
     outputs: Outputs | None = None
     """The bucket's outputs that `cuts` were made for."""
     cuts: list[Cut] = field(default_factory=list)
@@ -125,12 +127,17 @@ class CallCache:
         try:
             spec = analyze(leaves, places, (form.key, modes))
             device = device_of(spec, self._state.tensors())
+            if reducer := next(filter(is_reducer, self._state.guard.modules), None):
+                name = type(reducer).__name__
+                raise NotCacheable(f"a {name} calls collectives in Python: let it hold the runner's module instead")
             if self._state.is_lazy():
                 raise NotCacheable("parameters have no size before the first call")
         except NotCacheable as reason:
             return CachedCall(None, None, str(reason), reason.error, sizes=sizes)
-        elements = math.prod(spec.sizes), math.prod(spec.buckets)
-        cached = CachedCall(spec, None, elements=elements, sizes=sizes, format=form)
+        elements = spec.elements()
+        cached = CachedCall(
+            spec, None, elements=elements, sizes=sizes, format=form, places=tuple([place for place, _ in places])
+        )
         if self._max_waste is not None and elements[1] > self._max_waste * elements[0]:
             cached.reason = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return cached

@@ -30,13 +30,14 @@ from torch import Tensor
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall
 from subtensors.bucketed.calls.call_key import READ_IN_PLACE, callers_tensors
-from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
+from subtensors.bucketed.calls.call_spec import padded_leaves
 from subtensors.bucketed.calls.python_objects import ObjectSnapshot
 from subtensors.bucketed.compare_runs import Observed, first_difference, moved, observe, unit_in_the_last_place
 from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import Snapshot
 from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.collectives import is_distributed
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals import autograd
@@ -84,7 +85,7 @@ class Expected:
         observed: of the run; None if it can't be compared.
         written: the tensors that it wrote to, by name.
         not_checked: the reason why it can't be compared, or "".
-        error: raised by the program.
+        error: raised by the program, which the call is to raise too.
     """
 
     result: PyTree = None
@@ -108,12 +109,12 @@ class Checker:
         self.every = 0 if isinstance(schedule, (str, bool)) else schedule
         """One in so many calls is checked; 0 for none."""
         self._calls = 0
+        self._places: list[str] = []
+        """The places of the arguments of the call that is checked."""
         self.checked = 0
         """The calls that were compared with the plain program."""
         self.not_checked: Counter[str] = Counter()
         """The calls that were due for a check and could not be compared, by reason."""
-        self.program_raises = False
-        """True while a call is answered for which the plain program raised an error."""
 
     def is_due(self, call: CachedCall) -> bool:
         """Return whether a call is to be checked.
@@ -127,53 +128,51 @@ class Checker:
         if autograd.has_saved_tensor_hooks():  # a checkpoint's, which count what is saved
             return False
         self._calls += 1
+        if is_distributed() and not bucket.is_captured:
+            return False  # it may call collectives, as its first run will tell; its second call is due
         if self.every and self._calls % self.every == 0:
             return True
-        if call.calls > 1 or spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
+        if spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
         return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
 
     def answer_and_check(
-        self,
-        bucket: Bucket,
-        spec: CallSpec,
-        leaves: list[PyTree],
-        elements: tuple[int, int],
-        answer: Callable[[], PyTree],
-        fall_back: Callable[[str], PyTree],
+        self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer.
 
         Args:
-            bucket, spec, leaves, elements: of the call.
+            call: has a bucket.
+            leaves: of the call.
             answer: answers the call.
-            fall_back: answers it at its true sizes, for a reason.
+            fall_back: answers it at its true sizes, for a reason and, if there is one, an error.
         """
+        bucket, spec, elements = call.bucket, call.spec, call.elements
+        assert bucket is not None
+        assert spec is not None
         sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
+        self._places = [f"argument {place.removeprefix('argument ')}" for place in call.places]
         before = self.snapshot(bucket, leaves)
         expected = self._run_plain(bucket, leaves, spec.sizes, before)
         if expected.is_final:
             return expected.result, self._report(sizes, expected.not_checked)
-        is_replay, padded_runs = bucket.is_captured, bucket.statistics.calls
-        self.program_raises = expected.error is not None
-        try:
-            result = answer()
-        finally:
-            self.program_raises = False
-        # A bucket that has just turned out not to be capturable may have answered by its first run, on padded tensors.
-        is_plain = bucket.no_graph_reason and bucket.statistics.calls == padded_runs
-        if reason := expected.not_checked or (is_plain and bucket.no_graph_reason):
+        is_replay, calls = bucket.is_captured, bucket.statistics.calls
+        if expected.error is not None:
+            return fall_back(expected.not_checked, expected.error), self._report(sizes, expected.not_checked)
+        result = answer()
+        ran_padded = bucket.statistics.calls > calls
+        if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
             return result, self._report(sizes, reason)
         difference = self._compare(bucket, leaves, expected, result)
-        if not difference:
-            if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
-                # The comparison took gradients through the call's graph: the caller gets another one.
-                before.restore()
-                bucket.count_call(elements, is_hit=is_replay, by=-1)
-                result = answer()
-                bucket.statistics.hits -= not is_replay
+        if not difference and not (isinstance(bucket, TrainedBucket) and bucket.is_differentiable):
             return result, CheckReport(sizes)
         before.restore()
+        bucket.count_call(elements, is_hit=is_replay, by=-1)
+        if not difference:
+            # The comparison took gradients through the call's graph: the caller gets another one.
+            result = answer()
+            bucket.statistics.hits -= not (is_replay or bucket.no_graph_reason)
+            return result, CheckReport(sizes)
         lines = padded_size_lines(lambda: bucket.call(padded_leaves(leaves, spec, bucket.device)))
         before.restore()
         bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
@@ -204,17 +203,19 @@ class Checker:
             before: a snapshot of what the call may write to.
         """
         bucket.checked_sizes.add(sizes)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return Expected(not_checked="other processes might have to run the program as well")
-        expected = Expected()
+        expected, has_result = Expected(), False
         try:
-            expected.result = bucket.call([_unpadded(x) for x in leaves])
-            expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
-            expected.observed = self._observe(expected.result, leaves, expected.written)
+            expected.result, has_result = bucket.call([_unpadded(x) for x in leaves]), True
         except RuleError as error:  # what the program does can't be captured; the call itself will say so
             expected.not_checked = summarize_error(error)
         except Exception as error:
             expected.not_checked, expected.error = f"the plain program raises {summarize_error(error)}", error
+        else:
+            try:
+                expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
+                expected.observed = self._observe(expected.result, leaves, expected.written)
+            except Exception as error:  # of a result whose gradients can't be taken
+                expected.not_checked = f"its results can't be compared: {summarize_error(error)}"
         if before.has_drawn():
             expected.not_checked = expected.not_checked or "it draws random numbers"
         if before.can_restore():
@@ -223,14 +224,16 @@ class Checker:
         else:
             if expected.error is not None:
                 raise expected.error  # another run would write once more
-            expected.is_final = expected.observed is not None
+            expected.is_final = has_result
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         return expected
 
     def _named(self) -> dict[str, Tensor]:
         """Return the tensors of the program's state by name."""
         names = {id(t): name for root in self._state.guard.roots for name, t in _named_tensors(root)}
-        own = {names.get(id(t), f"tensor {i}"): t for i, t in enumerate(self._state.guard.distinct_tensors)}
+        own = {
+            names.get(id(t), f"tensor {i} of the program"): t for i, t in enumerate(self._state.guard.distinct_tensors)
+        }
         return own | {f"optimizer state {i}": t for i, t in enumerate(self._state.optimizers.tensors())}
 
     def _observe(
@@ -243,7 +246,7 @@ class Checker:
     ) -> Observed:
         inputs: dict[str, Tensor] = {}
         if torch.is_grad_enabled():
-            given = {f"argument {i}": x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+            given = {place: x for place, x in zip(self._places, leaves, strict=True) if isinstance(x, Tensor)}
             inputs = {name: t for name, t in (given | self._named()).items() if t.requires_grad}
         return observe(result, leaves, inputs, written, unit, direction)
 

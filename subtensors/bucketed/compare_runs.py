@@ -160,9 +160,7 @@ def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: Sequen
         return next(filter(None, rows), None)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return None if _is_same(got, want) else _Difference(f"is {got!r:.60}, and {want!r:.60} in the program")
-    # Autocast may leave a result in another precision, which is rounding.
-    is_alike = got.dtype == want.dtype or (got.is_floating_point() and want.is_floating_point())
-    if got.shape != want.shape or not is_alike:
+    if got.shape != want.shape or got.dtype != want.dtype:
         ours, theirs = (f"{str(x.dtype)[6:]}{[*x.shape]}" for x in (got, want))
         return _Difference(f"is {ours}, and {theirs} in the program")
     if got.layout != torch.strided or not want.numel() or want.is_meta:
@@ -171,7 +169,7 @@ def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: Sequen
     if not (want.is_floating_point() or want.is_complex()):
         return _compare_integers(got, want, alike)
     error = _error(got, want)
-    allowed = TOLERATED_UNITS * max(unit, torch.finfo(want.dtype).eps, torch.finfo(got.dtype).eps) * scale
+    allowed = TOLERATED_UNITS * max(unit, torch.finfo(want.dtype).eps) * scale
     allowed += NOISE_FACTOR * max((_error(x, want) for x in alike), default=0.0)
     if error <= allowed:
         return None

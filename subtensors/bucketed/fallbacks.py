@@ -25,14 +25,17 @@ class Fallbacks:
         """The number of such calls, by reason."""
         self._warned: set[str] = set()
 
-    def count(self, reason: str, error: Exception | None = None) -> None:
-        """Count a call that runs at its true sizes, and warn once per reason.
+    def refuse(self, reason: str, error: Exception | None = None) -> None:
+        """Raise, if fallbacks are errors.
 
         Raises:
-            Exception: fallbacks are errors: `error` if given, else a RuleError with the reason.
+            Exception: `error` if given, else a RuleError with the reason.
         """
         if self.are_errors:
             raise error or RuleError(f"no graph for this call: {reason}")
+
+    def count(self, reason: str) -> None:
+        """Count a call that ran at its true sizes, and warn once per reason."""
         self.warn_once(f"{self.name} runs at its true sizes, without a graph: {reason}", reason)
         self.counted[reason] += 1
 
@@ -52,8 +55,7 @@ class Fallbacks:
         Raises:
             RuleError: fallbacks are errors.
         """
-        if self.are_errors:
-            raise RuleError(f"no graph for this call: {reason}")
+        self.refuse(reason)
         self.warn_once(f"{self.name} can't be captured at {sizes}: {reason}", reason)
 
 

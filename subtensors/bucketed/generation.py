@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.fallbacks import summarize_error
+from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import PyTree
@@ -100,7 +100,7 @@ class Generation(Generic[P]):
         # `generate` reads the model's parameters from the signature.
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
 
-    def run(self, inputs: Tensor | None, options: Options, count_fallback: Callable[[str], None]) -> PyTree:
+    def run(self, inputs: Tensor | None, options: Options, fallbacks: Fallbacks) -> PyTree:
         """Run `model.generate(inputs, **options)` through the bucketed programs or, counting the reason, unchanged."""
         reason = self.no_graph_reason(inputs, options)
         if not reason:
@@ -108,8 +108,10 @@ class Generation(Generic[P]):
                 return self.generate(inputs, options)
             except RuleError as error:
                 reason = str(error)
-        count_fallback(reason)
-        return self.model.generate(inputs, **options)
+        fallbacks.refuse(reason)
+        result = self.model.generate(inputs, **options)
+        fallbacks.count(reason)
+        return result
 
     def no_graph_reason(self, inputs: Tensor | None, options: Options) -> str:
         """Return the reason why the bucketed programs can't generate, or "" if they can."""

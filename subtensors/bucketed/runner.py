@@ -29,13 +29,12 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from subtensors.arguments import flag, whole_number
+from subtensors.arguments import flag
 from subtensors.bucketed.autograd_node import ReplayFunction, TrainingCall
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall, CallCache
@@ -57,26 +56,21 @@ from subtensors.bucketed.compilation.size_polymorphic import CompileOptions
 from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import ModuleProxy, Program
+from subtensors.bucketed.module_proxy import Program
+from subtensors.bucketed.reports import Reports
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import restore_all
-from subtensors.bucketed.statistics import Statistics, plot_statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import autograd, dynamo
+from subtensors.dispatch.torch_internals import autograd, dispatcher, dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.sizes.bucket_policies import Sizes
-from subtensors.sizes.fit_buckets import fit_buckets
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OnMiss = Literal["capture", "eager", "error"]
 
 
-class Bucketed(ModuleProxy):
+class Bucketed(Reports):
     """The result of `st.bucketed`: called like the program, with the program's attributes besides its own."""
 
     def __init__(
@@ -134,7 +128,7 @@ class Bucketed(ModuleProxy):
                 leaves = cached.format.ordered(leaves)
             if cached.reason:
                 return self._fall_back(cached.reason, cached.error, args, kwargs)
-            if (cached.calls == 1 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
+            if (cached.calls <= 2 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
                 return self._answer_and_check(cached, leaves, args, kwargs)[0]
             return self._answer(cached, leaves, args, kwargs)
 
@@ -142,17 +136,15 @@ class Bucketed(ModuleProxy):
         self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer."""
-        assert cached.bucket is not None
-        assert cached.spec is not None
         self.state.guard.check_resident()
 
-        def fall_back(reason: str) -> PyTree:
-            return self._fall_back(reason, None, args, kwargs)
+        def fall_back(reason: str, error: Exception | None = None) -> PyTree:
+            return self._fall_back(reason, error, args, kwargs)
 
         def answer() -> PyTree:
             return self._answer(cached, leaves, args, kwargs)
 
-        return self.checker.answer_and_check(cached.bucket, cached.spec, leaves, cached.elements, answer, fall_back)
+        return self.checker.answer_and_check(cached, leaves, answer, fall_back)
 
     def _add_call(
         self, key: CallKey, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs
@@ -190,7 +182,11 @@ class Bucketed(ModuleProxy):
             return self._fall_back(reason, None, args, kwargs)
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
-            return self._replay_with_grad(bucket, cached, leaves, spec)
+            if bucket.is_one_node:
+                return self._replay_with_grad(bucket, cached, leaves, spec)
+            result = bucket.run_tracked(spec, leaves)
+            bucket.count_call(cached.elements, is_hit=True)
+            return result
         results = self._replay(bucket, cached, leaves, spec)
         # The device is still busy with the replay.
         if not checks_first and (change := self.state.guard.first_change()):
@@ -225,24 +221,33 @@ class Bucketed(ModuleProxy):
         return outputs.rebuild([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
 
     def _fall_back(self, reason: str, error: Exception | None, args: Args, kwargs: Kwargs) -> PyTree:
-        # An error of the program's own is raised as it is, by the program, without a word about graphs.
-        if not self.checker.program_raises:
-            self.fallbacks.count(reason, error)
+        """Run the program at its true sizes; an error of its own is raised as it is, without a word about graphs."""
+        self.fallbacks.refuse(reason, error)
         with self.state.guard.during_run():
-            return self.program(*args, **kwargs)
+            result = self.program(*args, **kwargs)
+        self.fallbacks.count(reason)
+        return result
 
     def _first_call(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Answer a bucket's first call, and capture a graph for later calls."""
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
+        raised: Exception | None = None
         try:
             result = self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # whatever a program says of padded tensors
-            bucket.no_graph_reason = summarize_error(error)
+            raised = error
+        if raised is not None:
             if bucket.is_allocated:
                 bucket.drop()
-            return self._fall_back(bucket.no_graph_reason, error, args, kwargs)
+            bucket.no_graph_reason = summarize_error(raised)
+            try:
+                return self._fall_back(bucket.no_graph_reason, raised, args, kwargs)
+            except Exception:
+                if not self.fallbacks.are_errors:  # an error of the program's own says nothing of padding
+                    bucket.no_graph_reason = ""
+                raise
         bucket.count_call(cached.elements, is_hit=False)
         if bucket.no_graph_reason:
             self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
@@ -345,7 +350,7 @@ class Bucketed(ModuleProxy):
             if self._generation is None:
                 seq = prompt_dim(self.program, self.dims.by_name)
                 self._generation = Generation(self.program, seq, self._with_other_program)
-            return self._generation.run(inputs, options, self.fallbacks.count)
+            return self._generation.run(inputs, options, self.fallbacks)
 
     def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
         """Bucket another program with the same options; calls of it that have no graph are errors."""
@@ -354,10 +359,6 @@ class Bucketed(ModuleProxy):
         other.fallbacks.are_errors = True
         other.call_cache.is_bounded = False  # there is one cache for each number of rows
         return other
-
-    def no_graph_reasons(self) -> list[str]:
-        """Return the reasons why buckets could not be captured."""
-        return [b.no_graph_reason for b in self.graph_cache.buckets.values() if b.no_graph_reason]
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -379,56 +380,6 @@ class Bucketed(ModuleProxy):
         """The programs that `generate` runs, each with its own statistics: "decoder", and "encoder" if there is one."""
         return self._generation.programs if self._generation is not None else {}
 
-    def stats(self) -> Statistics:
-        """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
-
-        Example:
-            >>> import subtensors as st
-            >>> run = st.bucketed(torch.exp, {0: {0: st.Dim("n", max=8, buckets=4)}})
-            >>> _ = run(torch.ones(3)), run(torch.ones(2)), run(torch.ones(8))
-            >>> print(run.stats())
-            eager: 3 calls, 1 replays, 0 captures, 19% waste, pool 0 B
-              n=8 [(8,)]: 1 calls, 0 replays, 40 B, 0% waste
-              n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
-        """
-        with self._lock:
-            statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
-            return replace(statistics, checked=self.checker.checked, not_checked=dict(self.checker.not_checked))
-
-    def captured_buckets(self) -> list[Bucket]:
-        """Return the buckets with a graph, the least recently called one first."""
-        return self.graph_cache.captured_buckets()
-
-    def explain(self) -> str:
-        """Describe what was done and why; `st.explain(run)` returns this."""
-        dims = ", ".join(map(str, self.dims.distinct.values()))
-        budget = f"max_graphs={self.graph_cache.max_graphs}, memory_limit={self.graph_cache.memory_limit}"
-        parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
-        return f"{self.name} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
-
-    def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
-        """Return the buckets that would have wasted least on the sizes seen so far.
-
-        Args:
-            max_graphs: the most buckets of each Dim; by default the runner's own limit, or 8.
-
-        Returns:
-            The policy of each Dim that calls gave a size, for `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's
-            max count too.
-
-        Raises:
-            ValueError: `max_graphs` is below 1.
-        """
-        if max_graphs is not None:
-            max_graphs = whole_number("max_graphs", max_graphs, at_least=1)
-        count = max_graphs or self.graph_cache.max_graphs or 8
-        seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
-        return {name: fit_buckets(sizes, count) for name, sizes in seen.items() if sizes}
-
-    def plot(self) -> Figure:
-        """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
-        return plot_statistics(self.stats(), self.dims.distinct)
-
     def release(self) -> None:
         """Give the memory of graphs and static inputs back to the device; the next calls recapture."""
         with self._lock:
@@ -444,6 +395,8 @@ def why_not_replayable() -> str:
         return "it is inside a transform of torch.func, or forward-mode differentiation"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "it is part of a graph that is being captured"
+    if dispatcher.has_dispatch_mode():
+        return "a dispatch mode is around it, which is to see each op"
     return ""
 
 

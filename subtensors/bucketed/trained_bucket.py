@@ -30,6 +30,7 @@ from subtensors.bucketed.compilation.size_polymorphic import CompileCache
 from subtensors.bucketed.state.program_state import State, leaf_ids_of
 from subtensors.bucketed.state.rollback import restore_state
 from subtensors.bucketed.state.side_effects import SideEffects, TrainingDetector, WriteDetector
+from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
@@ -88,6 +89,11 @@ class TrainedBucket(Bucket):
         """See `Bucket`."""
         self.gradients_code = cache.code_for(self, CompiledGradients)
 
+    @property
+    def has_compiled_code(self) -> bool:
+        """See `Bucket`."""
+        return self.gradients_code is not None
+
     def grad_inputs(self, leaves: Sequence[PyTree]) -> list[Tensor]:
         """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
         copied = [leaves[source.leaf] for source in self.spec.inputs]
@@ -98,9 +104,14 @@ class TrainedBucket(Bucket):
         tensors = [*self.state.tensors(), *[x for x in self.uncopied.values() if isinstance(x, Tensor)]]
         return list({id(t): t for t in tensors if t.requires_grad}.values())
 
+    @property
+    def is_one_node(self) -> bool:
+        """Return whether a call is one node of the caller's autograd graph; else autograd tracks the program itself."""
+        return self.pool is not None or self.is_compiled
+
     def _make_aliases(self) -> None:
         """Make the aliases that the next runs use."""
-        self.aliases = self._new_aliases() if self.is_differentiable else {}
+        self.aliases = self._new_aliases() if self.is_differentiable and self.is_one_node else {}
 
     def _new_aliases(self) -> dict[int, nn.Parameter]:
         return self.state.aliases({*self.unaliased, *map(id, self.uncopied.values())})
@@ -162,12 +173,9 @@ class TrainedBucket(Bucket):
         input_writes = WriteDetector(padded[source.leaf] for source in spec.inputs)
         uncopied_writes = WriteDetector(self.callers_tensors())
 
-        # On the caller's stream, which its backward is on as well. A backward of the program's own is on this thread,
-        # as in the capture: compiled code that it runs is compiled for the settings of a thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            result = flatten_result_objects(self.call(padded), set(map(id, self.uncopied.values())))
-            results, structure = pytree.tree_flatten(result)
-            results = cut_and_copy_aliases(results, [*state.tensors(), *leaves, *self.callers_tensors()])
+        # On the caller's stream, which its backward is on as well.
+        with self.watched():
+            results, structure = self._run_tracked(padded, leaves)
         state.note_writes(versions)
         with torch.no_grad():
             for given, x, writes in copies:
@@ -176,7 +184,9 @@ class TrainedBucket(Bucket):
             self.load(leaves, spec.sizes)
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         self.is_differentiable = bool(roots)
-        if roots and steps.any():
+        if self.no_graph_reason:
+            self.drop()
+        elif roots and steps.any():
             self.no_graph_reason = (
                 "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             )
@@ -188,10 +198,28 @@ class TrainedBucket(Bucket):
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
             # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
-                with restore_state(state, state.tensors_to_restore(), [self.device]):
+                with restore_state(state, state.tensors_to_restore(), [self.device]), self.watched():
                     self.run_once(spec.host)
+                if self.no_graph_reason:
+                    self.drop()
             except Exception as error:  # a rule's, or what such a program can't be; the call has its answer
                 self.refuse(error)
+        return pytree.tree_unflatten(results, structure)
+
+    def _run_tracked(self, padded: list[PyTree], leaves: list[PyTree]) -> tuple[list[PyTree], pytree.TreeSpec]:
+        """Run the program under autograd on padded leaves; return the leaves of its result, cut, and its structure."""
+        # A backward of the program's own is on this thread, as in the capture: compiled code that it runs is compiled
+        # for the settings of a thread.
+        with torch.autograd.set_multithreading_enabled(False):
+            result = flatten_result_objects(self.call(padded), set(map(id, self.uncopied.values())))
+            results, structure = pytree.tree_flatten(result)
+            with unwatched():
+                found = cut_and_copy_aliases(results, [*self.state.tensors(), *leaves, *self.callers_tensors()])
+        return found, structure
+
+    def run_tracked(self, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+        """Answer a call where there are no graphs: by the program on padded arguments, which autograd tracks."""
+        results, structure = self._run_tracked(padded_leaves(leaves, spec, self.device), leaves)
         return pytree.tree_unflatten(results, structure)
 
     def run_once(self, host: HostSizes) -> PyTree:
@@ -205,7 +233,8 @@ class TrainedBucket(Bucket):
                     self.unaliased |= leaf_ids & self.aliases.keys()
                     self.check_leaves(leaf_ids, self.aliases.values())
                 self._set_outputs(outputs)
-                self._run_backward()
+                if self.is_one_node:
+                    self._run_backward()
 
         with capture_modes(requires_grad=True):
             if self.gradients_code is not None:
@@ -221,7 +250,7 @@ class TrainedBucket(Bucket):
         """Capture the forward and the backward; see `Bucket.capture`."""
         with capture_modes(requires_grad=True):
             self._make_aliases()
-            if self.pool is None and not self.is_differentiable:
+            if not self.is_one_node or (self.pool is None and not self.is_differentiable):
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
                 with restore_state(self.state, self.state.tensors_to_restore(), [self.device]):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, map_sizes, value_at
@@ -100,12 +101,12 @@ def _unpadded_copy(x: PaddedTensor) -> Tensor:
 
 
 def _check_sizes_known(func: Callable[..., PyTree], padded: list[PaddedTensor], reason: Exception) -> None:
+    name = getattr(func, "__name__", str(func))
     for x in padded:
         assert x._sizes is not None
-        traced = dispatcher.is_traced(x._dense) or (x._dense.is_cuda and torch.cuda.is_current_stream_capturing())
+        traced = dispatcher.is_traced(x._dense) or needs_host(x._dense, f"{name}, which runs on the unpadded data,")
         if traced or x._sizes.rows is not None:
             why = "a compiler or a graph capture doesn't know them" if traced else "they differ from row to row"
-            name = getattr(func, "__name__", str(func))
             raise RuleError(
                 f"{reason}. {name} cannot run at the true sizes either: {why}; unpad before it, or call it outside"
             ) from reason

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subtensors.arguments import shown
+from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
@@ -88,7 +89,7 @@ def unpad(x: PaddedTensor) -> Tensor | list[Tensor]:
     sizes = value.sizes
     if sizes is None:
         return value.dense
-    if sizes.is_captured or (not sizes.known_on_host and dispatcher.is_traced(sizes.values)):
+    if needs_host(sizes.values, "unpad") or (not sizes.known_on_host and dispatcher.is_traced(sizes.values)):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
     data = unpad_value(value)
     track_plain_views(x, data if isinstance(data, list) else [data])

@@ -265,6 +265,21 @@ def test_calls_are_counted_and_plotted(device: str) -> None:
 
 
 @torch.no_grad()
+def test_the_waste_of_a_ragged_batch_is_that_of_its_rows(device: str) -> None:
+    def batch(*lengths: int) -> Tensor:
+        return st.pad([torch.ones(n, 4, device=device) for n in lengths], {0: st.Dim("n", max=16, buckets=8)})
+
+    run = st.bucketed(lambda x: x.sum(1), {"x": {1: SEQ}})
+    run(batch(2, 4, 6))
+    assert run.stats().waste == pytest.approx(0.5)
+    run(batch(8, 8, 8))
+    assert run.stats().waste == pytest.approx(0.25)
+    limited = st.bucketed(lambda x: x.sum(1), {"x": {1: SEQ}}, max_waste=1.5)
+    limited(batch(2, 4, 6))
+    assert list(limited.stats().fallbacks) == ["padding would be more than max_waste=1.5 times the true size"]
+
+
+@torch.no_grad()
 def test_sizes_that_fill_their_bucket_or_have_none_are_counted_too(device: str) -> None:
     run = st.bucketed(softmax, {"x": {1: st.Dim("n", max=8, min=0, buckets=[1, 8])}})
     for n in (1, 1, 5, 20, 0):

@@ -112,6 +112,26 @@ def test_gradients_are_compared_too(device: str) -> None:
     assert any("gradient of weight" in reason for reason in run.stats().fallbacks)
 
 
+def test_a_difference_in_a_gradient_names_the_argument(device: str) -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, scale: float) -> Tensor:
+            ctx.scale = scale  # type: ignore[attr-defined]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return gradient * ctx.scale, None  # type: ignore[attr-defined]
+
+    def scaled(inputs: dict[str, Tensor]) -> Tensor:
+        return Scaled.apply(inputs["y"], int(inputs["x"].shape[1])) * inputs["x"].sum()  # type: ignore[no-any-return]
+
+    run = st.bucketed(scaled, {"inputs": {"x": {1: SEQ}}}, check=False)
+    y = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+    report = run.check({"x": rows(5, device), "y": y})
+    assert report.difference.startswith("gradient of argument inputs['y'] differs by")
+
+
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [False, True])

@@ -154,3 +154,51 @@ def test_the_largest_buffers_are_not_copied_for_a_rollback(device: str, monkeypa
         st.bucketed(ours, {"x": {0: SEQ}}, check=False)(rows(5, device))
         assert (ours.seen - before[0]).tolist() == [times] * 3
         assert ours.norm.num_batches_tracked - before[1] == times
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    if x.shape[0] > 9:
+        raise ValueError("too long")
+    return (x @ torch.eye(3, dtype=torch.float64, device=x.device)).sum(0) * scale
+
+
+WRONG: dict[str, tuple[Callable[[str], tuple[Any, ...]], dict[str, Any]]] = {
+    "a missing argument": (lambda device: (rows(5, device),), {}),
+    "an unknown argument": (lambda device: (rows(5, device), 1.0), {"other": 1}),
+    "a wrong dtype": (lambda device: (rows(5, device).float(), 1.0), {}),
+    "a wrong shape": (lambda device: (rows(5, device)[:, :2], 1.0), {}),
+    "an error of the program": (lambda device: (rows(12, device), 1.0), {}),
+}
+
+
+@pytest.mark.parametrize("check", ["first", False])
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_of_the_callers_is_raised_as_it_is(
+    name: str, check: Any, device: str, pools: list[PretendPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    make, named = WRONG[name]
+    arguments = make(device)
+    run = st.bucketed(scaled, DIMS, check=check)
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        scaled(*arguments, **named)
+    with caplog.at_level(logging.DEBUG, "subtensors.bucketed"), pytest.raises(expected.type) as found:
+        run(*arguments, **named)
+    assert str(found.value) == str(expected.value)
+    assert found.value.__context__ is None
+    assert not caplog.messages
+    assert not run.stats().fallbacks
+    # It says nothing of the bucket.
+    for _ in range(2):
+        x = rows(6, device)
+        torch.testing.assert_close(run(x, 2.0), scaled(x, 2.0))
+    assert run.stats().hits == 1
+
+
+def test_a_program_that_raises_at_the_true_size_alone_raises(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        if not isinstance(x, st.PaddedTensor):
+            raise ValueError("as it is")
+        return x.sum(0)
+
+    with pytest.raises(ValueError, match="as it is"):
+        st.bucketed(program, DIMS)(rows(5, device))

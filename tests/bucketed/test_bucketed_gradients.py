@@ -93,7 +93,7 @@ def test_results_may_be_written_to(device: str) -> None:
         assert_same_gradients(net, alone)
 
 
-def test_two_calls_in_one_loss(device: str) -> None:
+def test_two_calls_in_one_loss(device: str, request: pytest.FixtureRequest) -> None:
     net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for n, m in ((3, 9), (4, 5), (10, 2), (16, 15)):
@@ -102,7 +102,8 @@ def test_two_calls_in_one_loss(device: str) -> None:
             loss = sum(model(*batch) for batch in batches)
             loss.backward()  # type: ignore[union-attr]
         assert_same_gradients(net, alone)
-    assert sum(b.replayed_again for b in run.stats().buckets) > 0
+    has_graphs = device == "cuda" or request.node.callspec.params["captured"] == "captured"
+    assert (sum(b.replayed_again for b in run.stats().buckets) > 0) == has_graphs
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice(device: str) -> None:
@@ -291,12 +292,14 @@ def test_a_parameter_written_before_the_backward_is_refused_as_in_torch(device: 
         loss.backward()
 
 
-def test_gradients_of_gradients_are_refused(device: str) -> None:
+def test_gradients_of_gradients_are_refused_where_there_are_graphs(device: str, request: pytest.FixtureRequest) -> None:
     net = TiedEmbedding(device)
     run = st.bucketed(net, DIMS)
     for _ in range(2):
         loss = run(tokens(5, device), tokens(5, device))
-    with pytest.raises(RuntimeError, match="create_graph=True"):
+    has_graphs = device == "cuda" or request.node.callspec.params["captured"] == "captured"
+    refused = pytest.raises(RuntimeError, match="create_graph=True") if has_graphs else nullcontext()
+    with refused:
         torch.autograd.grad(loss, [net.inner.weight], create_graph=True)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import types
+from collections.abc import Callable
 from dataclasses import make_dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bucketed_rows import DIMS, SEQ, rows
@@ -112,3 +116,56 @@ def test_a_call_with_a_sparse_argument_falls_back(device: str) -> None:
     x = rows(3, device)
     torch.testing.assert_close(run(x, y), x)
     assert list(run.stats().fallbacks) == ["an argument has the layout torch.sparse_coo"]
+
+
+class Options:
+    """Told by its identity; what it holds has no hash, or is told by its value."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    DOUBLED = 2
+
+
+Scaled = make_dataclass("Scaled", [("scale", float)])
+SlottedScaled = make_dataclass("SlottedScaled", [("scale", float)], slots=True)
+
+
+def set_scale(options: Options) -> None:
+    options.part.scale = 3.0
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Options], object], Callable[[Any], float]]] = {
+    "dataclass": (lambda: Scaled(2.0), set_scale, lambda part: part.scale),
+    "dataclass with slots": (lambda: SlottedScaled(2.0), set_scale, lambda part: part.scale),
+    "namespace": (lambda: types.SimpleNamespace(scale=2.0), set_scale, lambda part: part.scale),
+    "another namespace": (
+        lambda: types.SimpleNamespace(scale=2.0),
+        lambda options: setattr(options, "part", types.SimpleNamespace(scale=3.0)),
+        lambda part: part.scale,
+    ),
+    "set": (lambda: {1}, lambda options: options.part.add(2), len),
+    "array": (lambda: np.ones(2), lambda options: options.part.fill(3), lambda part: float(part[0])),
+    "enum": (lambda: Mode.PLAIN, lambda options: setattr(options, "part", Mode.DOUBLED), lambda part: part.value),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_an_object_holds_is_seen(device: str, name: str) -> None:
+    make, change, scale_of = CHANGES[name]
+    options = Options(make())
+    run = st.bucketed(lambda x, options: x.sum(0) * scale_of(options.part), DIMS, check=False)
+    x = rows(5, device)
+    for _ in range(2):
+        torch.testing.assert_close(run(x, options), x.sum(0) * scale_of(options.part))
+    before = scale_of(options.part)
+    change(options)
+    assert scale_of(options.part) != before
+    for _ in range(2):
+        torch.testing.assert_close(run(x, options), x.sum(0) * scale_of(options.part))
+    assert run.stats().hits == 2
+    assert not run.stats().fallbacks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
@@ -135,24 +137,21 @@ def test_a_module_with_a_sparse_buffer_gives_the_same_results(device: str) -> No
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_unreachable_parameter_gets_its_gradient_without_a_graph(device: str, compiled: bool) -> None:
-    class Slots:
-        hidden: Tensor
-        __slots__ = ("hidden",)
-
-    held, net = Slots(), nn.Linear(3, 3, device=device, dtype=torch.float64)
-    held.hidden = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+    hidden = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
+    get_hidden = {"hidden": hidden}.__getitem__
 
     def program(x: Tensor) -> Tensor:
         made = torch.ones(3, dtype=torch.float64, device=device, requires_grad=True)
-        return (net(x) * held.hidden * made).softmax(0)
+        return (net(x) * get_hidden("hidden") * made).softmax(0)
 
     run = st.bucketed(program, DIMS, compile=compiled and {"backend": "aot_eager"})
     for n in (5, 6, 20):
         x, cotangent = rows(n, device), rows(n, device)
-        held.hidden.grad = None
+        hidden.grad = None
         run(x).backward(cotangent)
-        (expected,) = torch.autograd.grad(program(x), held.hidden, cotangent)
-        torch.testing.assert_close(held.hidden.grad, expected)
+        (expected,) = torch.autograd.grad(program(x), hidden, cotangent)
+        torch.testing.assert_close(hidden.grad, expected)
     assert ["not found: pass it on" in reason for reason in run.stats().fallbacks] == [True]
 
 
@@ -189,3 +188,50 @@ def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest
     monkeypatch.setitem(globals(), "factor", factor * 3)
     torch.testing.assert_close(run(x), program(x))
     assert [id(t) for t in run.state.guard.closed_over] == [id(factor)]
+
+
+SETTINGS: dict[str, Any] = {
+    "dataclass": make_dataclass("Settings", [("scale", float)]),
+    "dataclass with slots": make_dataclass("SlottedSettings", [("scale", float)], slots=True),
+    "namespace": lambda scale: types.SimpleNamespace(scale=scale),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plain_values_of_objects_without_a_hash_are_watched(device: str, name: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = SETTINGS[name](2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum(0) * self.settings.scale
+
+    program = Scaled()
+    run = st.bucketed(program, DIMS, check=False)
+    x = rows(5, device)
+    for scale in (2.0, 3.0):
+        program.settings.scale = scale
+        for _ in range(2):
+            assert_same(run(x), x.sum(0) * scale)
+    program.settings = SETTINGS[name](4.0)
+    assert_same(run(x), x.sum(0) * 4)
+
+
+@torch.no_grad()
+def test_a_program_that_changes_a_constant_may_call_its_own_runner(device: str) -> None:
+    held = {"depth": 0, "scale": 1.0}
+
+    def program(x: Tensor) -> Tensor:
+        if held["depth"] > 2:
+            return x.sum(0) * held["scale"]
+        held["depth"] += 1
+        held["scale"] += 1.0
+        return run(x[:-1]) + held["scale"]  # type: ignore[no-any-return]
+
+    run = st.bucketed(program, {"x": {0: st.Dim("seq", max=3, buckets=[3])}}, check=False)
+    x = rows(6, device)
+    found = run(x)
+    held.update(depth=0, scale=1.0)
+    assert_same(found, x[:-3].sum(0) * 4 + 4 * 3)

@@ -75,7 +75,7 @@ def test_a_mask_that_is_written_between_layers_is_read_anew() -> None:
         return first + torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
 
     x = torch.randn(1, 2, 30, 4)
-    run = st.bucketed(lambda x: twice(x, torch.ones(1, 1, 64, 64, dtype=torch.bool)), {"x": {2: SEQ}})
+    run = st.bucketed(lambda x: twice(x, torch.ones(1, 1, 64, 64, dtype=torch.bool)), {"x": {2: SEQ}}, check=False)
     run(x)
     bucket = run.captured_buckets()[0]
     found = bucket.run_on(bucket.inputs()).leaves[0].value[:, :, :30]  # as in a capture

@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,7 +21,6 @@ from subtensors.bucketed.calls.python_objects import (
     BY_IDENTITY,
     attributes_of,
     flatten_argument_objects,
-    is_identity_keyed,
 )
 from subtensors.bucketed.state.guards import StateGuard, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -132,9 +132,16 @@ def sizes_sharing(leaves: Sequence[PyTree]) -> tuple[int, ...]:
 
 
 def has_parts(x: object) -> bool:
-    """Return whether an argument has parts that may change while its identity stays the same."""
-    is_slotted = type(x).__hash__ is BY_IDENTITY and hasattr(type(x), "__slots__")
-    return isinstance(x, CODE) or is_identity_keyed(x) or is_slotted
+    """Return whether an argument has parts that may change while its identity stays the same.
+
+    These are functions with a closure, and objects that are told by their identity or, as dataclasses are, by nothing.
+    """
+    kind = type(x)
+    if isinstance(x, CODE):
+        return True
+    if kind.__hash__ not in (None, BY_IDENTITY) or issubclass(kind, (type, Tensor)):
+        return False
+    return hasattr(x, "__dict__") or hasattr(kind, "__slots__")
 
 
 def object_key(x: object) -> tuple[object, ...]:
@@ -143,7 +150,7 @@ def object_key(x: object) -> tuple[object, ...]:
     >>> options = type("Options", (), {})()
     >>> options.scale, options.shifts = 2, [1.0, 3.0]
     >>> object_key(options)
-    ((('scale',), 2), (('shifts', 0), 1.0), (('shifts', 1), 3.0))
+    ((('scale',), 2), (('shifts',), <class 'list'>), (('shifts', 0), 1.0), (('shifts', 1), 3.0))
     """
     return tuple(_part_keys(x, (), _MAX_DEPTH))
 
@@ -154,8 +161,17 @@ def _part_keys(x: object, path: tuple[object, ...], depth: int) -> Iterator[tupl
             yield (*path, name), id(value), value.requires_grad, tensor_properties(value)
         elif is_plain(value) or isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             yield (*path, name), value
-        elif depth > 1 and (isinstance(value, (list, tuple, dict)) or has_parts(value)):
-            yield from _part_keys(value, (*path, name), depth - 1)
+        elif isinstance(value, (list, tuple, dict)) or has_parts(value):
+            if depth > 1:
+                yield (*path, name), type(value)
+                yield from _part_keys(value, (*path, name), depth - 1)
+        elif isinstance(value, set):
+            yield (*path, name), frozenset(value)
+        elif isinstance(value, np.ndarray):
+            contents = value.tobytes() if value.size <= _MAX_PARTS else id(value)
+            yield (*path, name), value.dtype.str, value.shape, contents
+        elif type(value).__hash__ is not None:  # such as the members of an enum
+            yield (*path, name), type(value), value
 
 
 def callers_tensors(leaves: Iterable[object]) -> Iterator[Tensor]:

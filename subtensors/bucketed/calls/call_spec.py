@@ -6,6 +6,7 @@ its key (`call_key.py`), and each key is analyzed once, into a `CallSpec`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +112,21 @@ class CallSpec:
     host: dict[sympy.Symbol, HostSize]
     bucket_key: BucketKey
     family_key: BucketKey
+
+    def elements(self) -> tuple[int, int]:
+        """Return the number of elements along all Dims: at the true sizes, of each row those of its own, and padded."""
+        real, padded = math.prod(self.sizes), math.prod(self.buckets)
+        counted = {dim.symbol for dim in self.dims}
+        for caller in self.caller_sizes:
+            new = [i for i, symbol in enumerate(caller.symbols) if symbol not in counted]
+            counted.update(caller.symbols)
+            rows = math.prod(caller.shape[1:])
+            sizes = [self.host[caller.symbols[i]] for i in new]
+            each = [(size,) * rows if isinstance(size, int) else size for size in sizes]
+            if new:
+                real *= sum(map(math.prod, zip(*each, strict=True)))
+                padded *= rows * math.prod(caller.buckets[i] for i in new)
+        return real, padded
 
 
 def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[FormatKey, Modes]) -> CallSpec:

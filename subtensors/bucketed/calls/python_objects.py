@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.state.guards import slots_of
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
@@ -42,10 +43,7 @@ def attributes_of(x: object) -> Attributes:
     >>> attributes_of(point)
     {'x': 1}
     """
-    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    found = {name: getattr(x, name) for name in names if name != "__dict__" and hasattr(x, name)}
-    return found | getattr(x, "__dict__", {})
+    return slots_of(x) | getattr(x, "__dict__", {})
 
 
 class ObjectSnapshot:

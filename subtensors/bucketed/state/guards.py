@@ -62,11 +62,31 @@ def is_plain(x: object) -> bool:
     return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
 
 
+def slots_of(x: object) -> dict[str, object]:
+    """Return the attributes in the slots of an object."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
+
+
+class Slots:
+    """The slots of an object, read like a dict."""
+
+    def __init__(self, x: object) -> None:
+        self._x = x
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return getattr(self._x, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+
 class Location(NamedTuple):
-    """The location of a value: a key of a dict or list, or a cell of a closure.
+    """The location of a value: a key of a dict or list, a slot of an object, or a cell of a closure.
 
     Args:
-        holder: the dict, list or cell.
+        holder: the dict, list, slots or cell.
         key: the key in it, `CELL` for a cell.
         is_attribute: whether the dict holds the attributes of an object.
     """
@@ -183,6 +203,10 @@ class ConstantGuard:
         """Return the present values."""
         return [location.now() for location in self._locations]
 
+    def watched(self) -> list[LocatedValue]:
+        """Return the locations that are watched, each with its present value."""
+        return list(zip(self._locations, self.values(), strict=True))
+
     def hook_ids(self) -> list[int]:
         """Return the ids of the present hooks, which are unique."""
         return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
@@ -196,13 +220,19 @@ class ConstantGuard:
         pairs = zip(self._locations, self.values(), self._values, strict=True)
         return next((location.name for location, now, before in pairs if not _are_equal(now, before)), "")
 
-    def ignore_changes_since(self, hook_ids: list[int], values: list[object]) -> None:
-        """Stop watching what a run of the program changed: `hook_ids()` and `values()` before it are given."""
-        if (now := self.hook_ids()) != hook_ids:
-            self._hook_ids = now
-        if not _are_equal(after := self.values(), values):
-            pairs = zip(self._locations, self._values, after, values, strict=True)
-            self._watch([(location, value) for location, value, a, b in pairs if _are_equal(a, b)])
+    def ignore_changes_since(self, hook_ids: list[int], watched: Sequence[LocatedValue]) -> None:
+        """Stop watching what a run of the program changed: `hook_ids()` and `watched()` before it are given.
+
+        A run may call the program's runner, within which fewer locations are watched after a change.
+        """
+        if self.hook_ids() != hook_ids:
+            self._hook_ids = self.hook_ids()
+        now = [(location, location.now(), before) for location, before in watched]
+        # Lists compare what is the same object as equal, which a tensor in a value's place would refuse.
+        changed = {id(location) for location, after, before in now if not _are_equal([after], [before])}
+        if changed:
+            pairs = zip(self._locations, self._values, strict=True)
+            self._watch([(location, value) for location, value in pairs if id(location) not in changed])
 
 
 class Holder(NamedTuple):
@@ -370,13 +400,13 @@ class StateGuard:
     @contextmanager
     def during_run(self) -> Iterator[None]:
         """A context in which the program runs: what it writes itself is not guarded."""
-        hook_ids, values = self._constants.hook_ids(), self._constants.values()
+        hook_ids, watched = self._constants.hook_ids(), self._constants.watched()
         lengths = self._new_attributes.lengths()
         try:
             yield
         finally:
             self._new_attributes.ignore_changes_since(lengths)
-            self._constants.ignore_changes_since(hook_ids, values)
+            self._constants.ignore_changes_since(hook_ids, watched)
 
 
 def _are_equal(now: object, before: object) -> bool:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.state.guards import CELL, Holder, LocatedValue, Location, is_plain
+from subtensors.bucketed.state.guards import CELL, Holder, LocatedValue, Location, Slots, is_plain, slots_of
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
@@ -273,12 +273,14 @@ def _direct_parts(x: object) -> Iterator[tuple[Location | None, object]]:
             yield from ((None if isinstance(x, tuple) else Location(x, key), part) for key, part in kept)
     elif isinstance(x, type):
         yield from _class_attributes(x)
-    elif not isinstance(x, types.ModuleType) and hasattr(x, "__dict__"):
+    elif not isinstance(x, types.ModuleType):
         if hasattr(x, "__wrapped__"):  # another bucketed program
             yield None, x.__wrapped__
-        else:
+        elif hasattr(x, "__dict__"):
             yield from _attributes(x)
             yield from _class_attributes(x)
+        if hasattr(type(x), "__slots__"):
+            yield from ((Location(Slots(x), name, is_attribute=True), value) for name, value in slots_of(x).items())
 
 
 def _class_attributes(x: object) -> Iterator[LocatedValue]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -161,6 +163,8 @@ class Snapshot:
         self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         self._gradients = [(t, t.grad) for t in leaves]
+        # What a program without an optimizer did to gradients is told from what other threads do to them meanwhile.
+        self._accumulated = None if state.optimizers.found else _accumulated_here(self, leaves)
         gradients = [g for _, g in self._gradients if g is not None]
         found = {
             id(t): t
@@ -198,10 +202,14 @@ class Snapshot:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
         self._state.restore_registered(self._registered)
         self._state.optimizers.restore(self._optimizers)
+        others = set[int]()
         for t, gradient in self._gradients:
-            t.grad = gradient
+            if self._accumulated is None or id(t) in self._accumulated:
+                t.grad = gradient
+            else:
+                others.add(id(gradient))
         with autograd.without_version_bumps(self._values.tensors):
-            self._values.restore()
+            self._values.restore(others)
         self._rng.restore()
         for undo in self._undo:
             undo()
@@ -219,15 +227,30 @@ class _Values:
         with torch.no_grad():
             self._copies = [t.clone() for t in self.tensors]
 
-    def restore(self) -> None:
-        """Undo what was written since the snapshot."""
+    def restore(self, but: Collection[int] = ()) -> None:
+        """Undo what was written since the snapshot, except to the tensors with some ids."""
         with torch.no_grad():
             for t, values in zip(self.tensors, self._copies, strict=True):
+                if id(t) in but:
+                    continue
                 # Torch writes to no dim that is expanded: one element of it is all.
                 once = [d for d in range(t.dim()) if t.layout is torch.strided and t.stride(d) == 0 and t.shape[d] > 1]
                 for d in once:
                     t, values = t.narrow(d, 0, 1), values.narrow(d, 0, 1)
                 t.copy_(values)
+
+
+def _accumulated_here(owner: object, leaves: Iterable[Tensor]) -> set[int]:
+    """Return the ids of the leaves, as they come, that this thread accumulates gradients of while `owner` lives."""
+    found, thread = set[int](), threading.get_ident()
+
+    def note(leaf: Tensor) -> None:
+        if threading.get_ident() == thread:
+            found.add(id(leaf))
+
+    hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]
+    weakref.finalize(owner, lambda: [hook.remove() for hook in hooks]).atexit = False
+    return found
 
 
 def _version(t: Tensor) -> int:

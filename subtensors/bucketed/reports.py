@@ -1,0 +1,95 @@
+"""Reports of a runner: statistics, in numbers, words and a figure, and buckets that would fit better."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from subtensors.arguments import whole_number
+from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.call_cache import CallCache
+from subtensors.bucketed.calls.dim_spec import ArgumentDims
+from subtensors.bucketed.check import Checker
+from subtensors.bucketed.fallbacks import Fallbacks
+from subtensors.bucketed.graph_cache import GraphCache
+from subtensors.bucketed.module_proxy import ModuleProxy
+from subtensors.bucketed.statistics import Statistics, plot_statistics
+from subtensors.sizes.bucket_policies import Sizes
+from subtensors.sizes.fit_buckets import fit_buckets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Reports(ModuleProxy):
+    """The part of a runner that tells what it did."""
+
+    name: str
+    on_miss: str
+    dims: ArgumentDims
+    graph_cache: GraphCache
+    call_cache: CallCache
+    checker: Checker
+    fallbacks: Fallbacks
+    _lock: threading.RLock
+
+    @property
+    def programs(self) -> Mapping[str, Reports]:
+        """The programs that a call of another method runs, by name; none in general."""
+        return {}
+
+    def no_graph_reasons(self) -> list[str]:
+        """Return the reasons why buckets could not be captured."""
+        return [b.no_graph_reason for b in self.graph_cache.buckets.values() if b.no_graph_reason]
+
+    def stats(self) -> Statistics:
+        """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
+
+        Example:
+            >>> import subtensors as st
+            >>> run = st.bucketed(torch.exp, {0: {0: st.Dim("n", max=8, buckets=4)}})
+            >>> _ = run(torch.ones(3)), run(torch.ones(2)), run(torch.ones(8))
+            >>> print(run.stats())
+            eager: 3 calls, 1 replays, 0 captures, 19% waste, pool 0 B
+              n=8 [(8,)]: 1 calls, 0 replays, 40 B, 0% waste
+              n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
+        """
+        with self._lock:
+            statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
+            return replace(statistics, checked=self.checker.checked, not_checked=dict(self.checker.not_checked))
+
+    def captured_buckets(self) -> list[Bucket]:
+        """Return the buckets with a graph, the least recently called one first."""
+        return self.graph_cache.captured_buckets()
+
+    def explain(self) -> str:
+        """Describe what was done and why; `st.explain(run)` returns this."""
+        dims = ", ".join(map(str, self.dims.distinct.values()))
+        budget = f"max_graphs={self.graph_cache.max_graphs}, memory_limit={self.graph_cache.memory_limit}"
+        parts = [f"\n{name}: {program.explain()}" for name, program in self.programs.items()]
+        return f"{self.name} bucketed on {dims}; {budget}, on_miss={self.on_miss!r}\n{self.stats()}" + "".join(parts)
+
+    def refit(self, max_graphs: int | None = None) -> dict[str, Sizes]:
+        """Return the buckets that would have wasted least on the sizes seen so far.
+
+        Args:
+            max_graphs: the most buckets of each Dim; by default the runner's own limit, or 8.
+
+        Returns:
+            The policy of each Dim that calls gave a size, for `st.Dim(name, buckets=policy)`. Sizes beyond the Dim's
+            max count too.
+
+        Raises:
+            ValueError: `max_graphs` is below 1.
+        """
+        if max_graphs is not None:
+            max_graphs = whole_number("max_graphs", max_graphs, at_least=1)
+        count = max_graphs or self.graph_cache.max_graphs or 8
+        seen = {name: [n for n in counted.elements() if n > 0] for name, counted in self.stats().sizes.items()}
+        return {name: fit_buckets(sizes, count) for name, sizes in seen.items() if sizes}
+
+    def plot(self) -> Figure:
+        """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
+        return plot_statistics(self.stats(), self.dims.distinct)
