@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError, SizeError
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
@@ -58,13 +59,15 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )
-    if torch.compiler.is_dynamo_compiling():
-        raise RuleError("pad before compiled code: in it a true size is a constant, and each would be compiled anew")
+    if torch.compiler.is_exporting():
+        raise RuleError("pad has no rule under torch.export: export the program of the unpadded tensors")
     if isinstance(t, PaddedTensor):
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
         if t.is_nested is True:
             raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
+        if type(t) not in PLAIN_TYPES and hasattr(t, "full_tensor"):
+            raise TypeError("pad takes the values of one process: pad to_local() or full_tensor() of a DTensor")
         return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
     rows = list(t) if isinstance(t, Iterable) else []
     if not rows or not all(isinstance(row, Tensor) for row in rows):
@@ -74,7 +77,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 
 # After a graph break inside compiled code the call runs eagerly, and must not be compiled by itself.
-dynamo.compile_only_inlined(pad)
+dynamo.call_eagerly(pad, "pad before compiled code: in it a true size is a constant, and each would be compiled anew")
 
 
 def unpad(x: PaddedTensor) -> Tensor | list[Tensor]:
