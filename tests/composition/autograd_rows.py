@@ -14,7 +14,7 @@ GROUP = "autograd and dtypes"
 
 PAD_BEFORE = Refused(st.RuleError, "inside a transform of torch.func", "transform the function of unpadded tensors")
 CHUNK_OUTSIDE = Refused(st.RuleError, "torch.func", "transform the function of plain tensors, or use torch.autograd")
-ELEMENT_BY_ELEMENT = Refused(TypeError, "call it for each element", "call it for each element")
+ELEMENT_BY_ELEMENT = Refused(TypeError, "call it for each element", "or hand over `x.tree()`")
 TRANSFORMED = Slower("inside a transform of torch.func")
 NO_STEP = Meaningless("a step is no function of values")
 

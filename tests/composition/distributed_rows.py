@@ -111,7 +111,7 @@ def resharded(subject: Subject) -> list[Tensor]:
     ranks=2,
     slow=True,
     padded=Refused(st.RuleError, "unpad before them", "unpad before the module"),
-    lists=Refused(TypeError, "call it for each element", "call it for each element"),
+    lists=Refused(TypeError, "call it for each element", "or hand over `x.tree()`"),
     chunked=Refused(st.RuleError, "leave the module out of the plan", "leave the head out of the plan"),
     bucketed=Slower("met a PaddedTensor below autograd"),
 )

@@ -8,6 +8,7 @@ from pretend_graphs import pretend
 
 from composition import ROWS, Column, Meaningless, Refused, Slower, Works
 from composition.attempts import Comparison, compared
+from composition.page import PAGE, page
 from composition.processes import ran_elsewhere
 from composition.table import Expected, Row
 
@@ -51,3 +52,11 @@ def check(found: Comparison, expected: Expected, dtype: torch.dtype) -> None:
             assert found.ours.error is None, found.ours.error
             assert not found.difference(dtype)
             assert found.ours.logged == []
+
+
+def test_no_cell_is_empty() -> None:
+    assert {row.name: set(Column) - set(row.cells) for row in ROWS.values() if set(row.cells) != set(Column)} == {}
+
+
+def test_the_page_is_what_the_table_makes() -> None:
+    assert PAGE.read_text() == page()
