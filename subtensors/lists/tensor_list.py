@@ -247,8 +247,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, object]) -> TensorList:
         if id(self) in memo:
             return cast(TensorList, memo[id(self)])
-        out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
-        memo[id(self)] = out
+        memo[id(self)] = out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
         return out if self.arena is None else out.pack()
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., TensorList], tuple[object, ...]]:
