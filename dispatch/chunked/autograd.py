@@ -151,7 +151,8 @@ class FusedForwardBackward(torch.autograd.Function):
         if gradients is None:
             needed = ctx.needs_input_grad[3 : 3 + ctx.count]
             gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, ctx.tangents)
-        taken = gradients.take(grad * ctx.scale)
+        with torch.no_grad():
+            taken = gradients.take(grad * ctx.scale)
         others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
         return (
             None,

@@ -88,7 +88,8 @@ def infer(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
 
 
 def _metadata_key(x: object) -> tuple[object, ...]:
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+    # By type: the results of fake tensors are fake ones, which no other call may meet.
+    return (type(x), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
 
 
 def _infer(op: OpOverload, spec: PyTreeSpec, flat: Sequence[PyTree]) -> PyTree:

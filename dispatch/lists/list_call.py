@@ -115,6 +115,7 @@ class PerElement(list[T]):
     __neg__ = __pos__ = __abs__ = __index__ = __int__ = __float__ = __invert__ = _refuse
     __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __pow__ = __rpow__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
+    __or__ = __ror__ = __and__ = __rand__ = __xor__ = __rxor__ = _refuse
     __hash__ = _refuse  # type: ignore[assignment]
     type = property(_refuse)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
+from subtensors.dispatch.torch_internals.dispatcher import without_modes
 from subtensors.dispatch.torch_internals.requires import MissingInternal, requires
 
 if TYPE_CHECKING:
@@ -320,7 +321,9 @@ def trace_rmatmul() -> bool:
     try:
         from torch._dynamo.variables import builtin
 
-        builtin.populate_builtin_to_tensor_fn_map()
+        # It calls each operator on a tensor; those of torch.export have no values.
+        with without_modes():
+            builtin.populate_builtin_to_tensor_fn_map()
         builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
     except Exception as error:  # a newer torch may fail in any way
         _log.warning("torch %s: st.chunk in compiled code breaks the graph: %s", torch.__version__, error)

@@ -98,6 +98,15 @@ def is_in_compiler() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
+@requires("torch._guards.detect_fake_mode", otherwise=torch.compiler.is_exporting)
+def is_exporting() -> bool:
+    """Return whether torch.export is at work, the reading of its arguments included. Checked on 2.11, 2.13."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode()
+    return torch.compiler.is_exporting() or (mode is not None and mode.fake_tensor_converter.export)
+
+
 @cache
 def enable_foreach_paths(kind: type[torch.Tensor]) -> None:
     """Make torch.optim take its foreach and fused paths for tensors of a subclass, as for plain tensors.

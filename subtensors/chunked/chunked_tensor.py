@@ -309,5 +309,9 @@ custom_op.PROGRAM_SCOPE["chunk"] = _chunk_in_program
 LAZY_TYPES.update({LazyTensor, ChunkedTensor})
 for _kind in (LazyTensor, ChunkedTensor):
     dynamo.compile_methods_only_inlined(_kind)
+dynamo.call_eagerly(
+    ChunkedTensor.__torch_function__.__func__,  # type: ignore[attr-defined]  # of a classmethod
+    "a ChunkedTensor is made by st.chunk within compiled code, which takes plain tensors",
+)
 # Where compiled code breaks its graph at a call of `chunk`, the call runs eagerly.
 dynamo.compile_only_inlined(chunk)

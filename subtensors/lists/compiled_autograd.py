@@ -86,6 +86,25 @@ def list_requires_grad(x: Tensor) -> bool:
         return x.requires_grad
 
 
+def check_connected(x: Tensor, joined: Sequence[Edge]) -> None:
+    """Check that the gradients of a list reach its elements.
+
+    Args:
+        x: the list.
+        joined: what `join_elements` connected it to; empty before its first call.
+
+    Raises:
+        RuleError: an autograd.Function returned the list, whose elements do not know of it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        function = x.grad_fn
+    if function is not None and not joined:
+        raise RuleError(
+            f"{function.name()} is of an autograd.Function that took and returned a TensorList, whose elements would "
+            f"get no gradients: call it, or a module whose hooks do so (FSDP), for each element, [f(t) for t in x]"
+        )
+
+
 def mark_requires_grad(x: Tensor, elements: Sequence[Tensor]) -> None:
     """Mark a list as requiring grad if an element does."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in elements) and not is_transforming():

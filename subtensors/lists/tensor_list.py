@@ -21,7 +21,7 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo_rules, ops
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
-from subtensors.lists.compiled_autograd import Edge, detached_alias, join_elements, mark_requires_grad, split_elements
+from subtensors.lists import compiled_autograd
 from subtensors.lists.conversions import NoSingleValue, describe
 from subtensors.lists.dynamo_metadata import teach_compiler
 from subtensors.lists.packing import ElementAddresses, PackedLayout, are_private, pack
@@ -64,7 +64,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     _aliases: dict[int, torch.Tensor]
     _is_unconnected: bool
     """True for a traced list whose elements require grad, if the list can't be connected to them."""
-    _edges: list[Edge]
+    _edges: list[compiled_autograd.Edge]
 
     # How calls run is decided in `torch_function.py`, which imports this file and sets these.
     _run_function: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
@@ -88,6 +88,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         """The elements, in the order of the pytree's leaves."""
         if self._is_unconnected or self.is_traced():
             return self.split_elements().elements()
+        compiled_autograd.check_connected(self, self._edges)
         return self.elements()
 
     def stored(self) -> list[torch.Tensor]:
@@ -257,8 +258,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, object]) -> TensorList:
         if id(self) in memo:
             return cast(TensorList, memo[id(self)])
-        out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
-        memo[id(self)] = out
+        memo[id(self)] = out = _of_elements([copy.deepcopy(t, memo) for t in self.tensors], self.treespec)
         return out if self.arena is None else out.pack()
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., TensorList], tuple[object, ...]]:
@@ -293,7 +293,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         layout = self.arena
         is_unconnected = self._is_unconnected or self.any_requires_grad()
         if is_unconnected and not self.is_traced():
-            edges = join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
+            edges = compiled_autograd.join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
             is_unconnected, self._edges = edges is None, edges or self._edges
         if layout is not None and self._flats is not None:
             return [f"flat_{i}" for i in range(len(self._flats))], (layout, is_unconnected)
@@ -345,14 +345,14 @@ class TensorList(NoSingleValue, torch.Tensor):
         """
         elements = self.elements()
         if not self.is_traced():
-            mark_requires_grad(self, elements)
+            compiled_autograd.mark_requires_grad(self, elements)
         elif ops.is_in_compiler():
             dynamo_rules.install_rules(TensorList)  # the first list may be one that it makes
         return self
 
     def split_elements(self) -> TensorList:
         """Split a traced list that requires grad into a list of traced tensors that autograd tracks one by one."""
-        parts = split_elements(self, self._is_unconnected) if torch.is_grad_enabled() else None
+        parts = compiled_autograd.split_elements(self, self._is_unconnected) if torch.is_grad_enabled() else None
         return self if parts is None else self.with_stored(parts)
 
     def _untracked_element(self, index: int) -> torch.Tensor:
@@ -360,7 +360,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         element = self.elements()[index]
         if not element.requires_grad or self.is_traced():
             return element
-        return detached_alias(element, index, self._aliases)
+        return compiled_autograd.detached_alias(element, index, self._aliases)
 
     def with_stored(self, tensors: list[torch.Tensor]) -> TensorList:
         """A list of the same structure and, if packed, the same layout, that stores other tensors."""

@@ -21,6 +21,7 @@ autograd must track the elements one by one (`compiled_autograd.py`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -28,6 +29,7 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.lists.batched import batched_call
 from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
@@ -38,6 +40,8 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.torch_internals.autograd import is_module_tracker_hook
+from subtensors.dispatch.torch_internals.ops import is_exporting
 from subtensors.lists.compiled_autograd import list_requires_grad
 from subtensors.lists.packing import PackedLayout
 from subtensors.lists.tensor_list import TensorList, of_flats
@@ -290,6 +294,16 @@ def _grad(call: Call) -> ListPlan | None:
     return ListPlan(lambda: "one backward pass to all elements", run_backward)
 
 
+def _register_hook(call: Call) -> ListPlan | None:
+    """`tl.register_hook(hook)`: each element gets the hook, but for those that count the tensors they are given to."""
+    hook = call.args[1] if len(call.args) > 1 else call.kwargs.get("hook")
+    if is_module_tracker_hook(hook):
+        return ListPlan(lambda: "nothing to do: it reads no gradient", lambda: RemovableHandle(OrderedDict()))
+    if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook."):
+        raise RuleError("register_multi_grad_hook has no rule for a TensorList: give it the elements, tl.tensors")
+    return None
+
+
 def _all_tensors(values: Iterable[PyTree]) -> list[torch.Tensor]:
     return [t for x in values for t in (x.tensors if _is_list(x) else [x])]
 
@@ -301,6 +315,7 @@ def _is_list(value: object) -> TypeGuard[TensorList]:
 _SPECIAL: dict[Callable[..., PyTree], Callable[[Call], ListPlan | None]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _grad,
+    torch.Tensor.register_hook: _register_hook,
 }
 
 _ABOUT_THE_LIST = frozenset(
@@ -327,6 +342,8 @@ def run_in_compiler(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> 
         call = list_call(func, args, kwargs, TensorList)
         if any(map(_is_tracked, call.lists)):
             return _run_tracked(call, name)
+    elif _is_list(args[0]) and not args[0].is_traced() and is_exporting():
+        raise RuleError("a TensorList is no argument of torch.export: hand it x.tree(), and make the list within")
     # The rest reaches __torch_dispatch__, where a packed list is its flats.
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 from subtensors.arguments import shown
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import RuleError, SizeError
-from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
@@ -61,8 +61,8 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         raise RuleError(
             "pad has no rule inside a transform of torch.func or forward-mode differentiation: pad before it"
         )
-    if torch.compiler.is_dynamo_compiling():
-        raise RuleError("pad before compiled code: in it a true size is a constant, and each would be compiled anew")
+    if torch.compiler.is_exporting():
+        raise RuleError("pad has no rule under torch.export: export the program of the unpadded tensors")
     if isinstance(t, PaddedTensor):
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
@@ -80,7 +80,7 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
 
 
 # After a graph break inside compiled code the call runs eagerly, and must not be compiled by itself.
-dynamo.compile_only_inlined(pad)
+dynamo.call_eagerly(pad, "pad before compiled code: in it a true size is a constant, and each would be compiled anew")
 
 
 def unpad(x: PaddedTensor) -> Tensor | list[Tensor]:
@@ -135,6 +135,8 @@ def _check_can_be_padded(t: Tensor) -> None:
         raise TypeError("pad takes plain tensors, and a row is a PaddedTensor: unpad it first")
     if t.is_nested is True:
         raise TypeError("pad takes a dense tensor or a list; a nested one is for st.pad_nested")
+    if type(t) not in PLAIN_TYPES and hasattr(t, "full_tensor"):
+        raise TypeError("pad takes the values of one process: pad to_local() or full_tensor() of a DTensor")
     if t.layout is not torch.strided or t.is_quantized is True:
         kind = "quantized" if t.is_quantized is True else str(t.layout).removeprefix("torch.")
         raise TypeError(f"pad takes a dense tensor, got one that is {kind}; make it dense first")

@@ -166,6 +166,11 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
         if name in ("numel", "nelement") and isinstance(args[0], PaddedTensor):
             return numel_of(args[0], out)
         return out
+    if torch.compiler.is_exporting():
+        raise RuleError(
+            f"{name} on a PaddedTensor has no rule under torch.export: export the program of the unpadded tensors, or "
+            f"compile it with torch.compile"
+        )
     if is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "

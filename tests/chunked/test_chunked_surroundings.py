@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -149,3 +150,18 @@ def test_a_chunked_tensor_joins_each_tensor_of_a_list() -> None:
     found = st.chunk(h, rows=2) + st.TensorList(tensors)
     for f, t in zip(found, tensors, strict=True):
         torch.testing.assert_close(f.realize() if isinstance(f, st.ChunkedTensor) else f, h + t)
+
+
+def test_a_program_of_fake_tensors_leaves_nothing_to_later_ones() -> None:
+    program = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+
+    def result(x: Any) -> Any:
+        return program(st.chunk(x, chunks=3)).exp().sum()
+
+    expected = result(torch.ones(6, 4))
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(result(torch.ones(6, 4)), FakeTensor)
+        assert type(h := nn.Tanh()(st.chunk(torch.ones(6, 4), chunks=3))) is st.ChunkedTensor
+        assert type(h._ref.value.meta) is Tensor
+        torch.testing.assert_close(result(torch.ones(6, 4)), expected)

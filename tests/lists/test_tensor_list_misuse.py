@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,30 @@ def test_an_error_of_the_math_comes_without_a_log_of_how_it_runs(caplog):
             with pytest.raises(KeyError, match="mine"):
                 st.fused(fail)(x)
     assert not caplog.records
+
+
+class Twice(torch.autograd.Function):
+    """A function that a user wrote for tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2
+
+
+@pytest.mark.parametrize("read", [lambda x: x + 1, lambda x: x.tensors, list, lambda x: x.sum().backward()])
+def test_an_autograd_function_of_a_list_is_refused_rather_than_losing_gradients(read: Any) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(st.RuleError, match=r"Twice.*for each element"):
+        read(Twice.apply(st.TensorList([x])))
+    with torch.no_grad():
+        assert Twice.apply(st.TensorList([x]))[0].tolist() == [2.0, 2.0]
+
+
+def test_a_hook_of_several_tensors_is_refused_for_a_list() -> None:
+    x = st.TensorList([torch.ones(2, requires_grad=True)])
+    with pytest.raises(st.RuleError, match=r"register_multi_grad_hook.*tl\.tensors"):
+        torch.autograd.graph.register_multi_grad_hook([x], print)
