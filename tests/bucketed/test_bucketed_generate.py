@@ -96,7 +96,7 @@ def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: s
         assert not any(bucket.no_graph_reason for bucket in part.graph_cache.buckets.values())
     buckets = [b for part, program in run.programs.items() if part != "encoder" for b in program.stats().buckets]
     decode = [b for b in buckets if any(len(shape) == 2 and shape[1] == 1 for shape in b.shapes)]
-    # One graph for all prompts, and one for BLOOM's masks; two, with masks and without, for a bucket of encoded prompts.
+    # One graph for all prompts, and one for BLOOM's masks; for encoded prompts one a bucket, with masks and without.
     graphs, steps = (4, 6) if "encoder" in run.programs else (len(run.programs), 5)
     assert len(decode) == graphs
     assert sum(b.hits for b in decode) == 6 * steps - graphs
