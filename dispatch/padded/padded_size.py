@@ -15,7 +15,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.tree import PyTree, tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
     Size,
@@ -73,6 +73,18 @@ class PaddedSize(int):
         if value.dim():
             raise UnsupportedCall(f"the size {self.size} differs from row to row, and no dim says which is whose")
         return value
+
+    def at(self, host: Mapping[sympy.Symbol, HostSize]) -> HostSize:
+        """The number at other true sizes; one for each row where they differ.
+
+        Args:
+            host: the value of every symbol.
+        """
+        values = tuple(host[symbol] for symbol in self.sizes.symbols)
+        sizes = TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values)
+        if not self.sizes.is_ragged(self.size):
+            return value_at(self.size, sizes.assignment(row=0))
+        return tuple(value_at(self.size, sizes.assignment(row)) for row in range(self.sizes.rows or 0))
 
     def on_host(self, row: int | None = None) -> int:
         """The true number; waits for the device where the host doesn't know it."""

@@ -38,7 +38,13 @@ def plain_mask(x: Tensor) -> Tensor:
     return (x * torch.ones(x.shape[:2], device=x.device).cumsum(1)[:, -1:, None]).sum(1)
 
 
-WRONG = [mean_over_the_bucket, sum_of_positions, length_of_a_row, plain_mask]
+def padded_to_a_multiple(x: Tensor) -> Tensor:
+    if x.shape[1] % 4:
+        x = F.pad(x, (0, 0, 0, 4 - x.shape[1] % 4), value=1.0)
+    return x.sum(1)
+
+
+WRONG = [mean_over_the_bucket, sum_of_positions, length_of_a_row, plain_mask, padded_to_a_multiple]
 """Programs whose Python computes with the bucket's size."""
 
 
