@@ -110,6 +110,11 @@ class PaddedCall:
         self.arguments[name] = value
         self.values = tree_find(PaddedValue, self.arguments)
 
+    def replace_values(self, found: Mapping[int, PaddedValue]) -> None:
+        """Set tensors among the arguments to others, given by the id of what they take the place of."""
+        self.arguments = tree_map_only(PaddedValue, lambda x: found.get(id(x), x), self.arguments)
+        self.values = tree_find(PaddedValue, self.arguments)
+
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the op on the storages.
 

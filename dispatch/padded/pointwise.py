@@ -14,6 +14,7 @@ from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
+from subtensors.dispatch.padded.regrouping import unify_layouts
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
@@ -51,6 +52,9 @@ aten = torch.ops.aten
 def pointwise(call: PaddedCall) -> PyTree:
     """Run the op on the storages, which broadcast as the unpadded tensors do."""
     operands = call.values
+    if unified := unify_layouts(operands):
+        call.replace_values(unified)
+        operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
     named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.arguments)

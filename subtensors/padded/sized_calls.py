@@ -93,6 +93,27 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
 
 
+def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run a function that has a padded size among its arguments, and no PaddedTensor.
+
+    Returns:
+        The result; NotImplemented for a function that isn't known to take sizes.
+
+    Raises:
+        RuleError: no rule takes the size.
+    """
+    name = getattr(func, "__name__", "")
+    if func is Tensor.__getitem__:
+        return _indexed(*args)
+    if func in SHAPE_OPS:
+        return _run(SHAPE_OPS[func], (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args, kwargs)
+    if func in OPS:
+        return _run(OPS[func], args, kwargs)
+    if name in _VALUES or name.removesuffix("_") in _VALUES:
+        return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
+    return NotImplemented
+
+
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
     """Run the rule of an op that returns one tensor, of which the first argument may be the base."""
     inner_args, inner_kwargs = tree_map_only(Tensor, _value, (args, kwargs))

@@ -28,10 +28,11 @@ CASES = [
     causal("Dots1ForCausalLM", "experts", n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1),
     translating(
         "SwitchTransformersForConditionalGeneration",
+        "experts",
         **T5,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
         expert_capacity=4,
     ),
-    translating("NllbMoeForConditionalGeneration", **LAYERS, encoder_sparse_step=1, decoder_sparse_step=1),
+    translating("NllbMoeForConditionalGeneration", "experts", **LAYERS, encoder_sparse_step=1, decoder_sparse_step=1),
 ]
