@@ -165,7 +165,7 @@ class TrainedBucket(Bucket):
         # On the caller's stream, which its backward is on as well. A backward of the program's own is on this thread,
         # as in the capture: compiled code that it runs is compiled for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
-            result = flatten_result_objects(self.call(padded), set(map(id, self.uncopied.values())))
+            result = flatten_result_objects(self.call_program(padded), set(map(id, self.uncopied.values())))
             results, structure = pytree.tree_flatten(result)
             results = cut_and_copy_aliases(results, [*state.tensors(), *leaves, *self.callers_tensors()])
         state.note_writes(versions)
