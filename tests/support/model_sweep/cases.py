@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from model_sweep import decoders, encoders
+from model_sweep import decoders, encoders, speech, vision
 from model_sweep.case import ModelCase
 
-FAMILIES = (encoders, decoders)
+FAMILIES = (encoders, decoders, speech, vision)
 
 CASES: dict[str, ModelCase] = {case.name: case for family in FAMILIES for case in family.CASES}
 """All rows by name."""
