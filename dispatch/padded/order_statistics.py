@@ -18,7 +18,14 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
+from subtensors.dispatch.padded.padded_value import (
+    PaddedValue,
+    ScatteredDim,
+    host_sizes,
+    reduced_result,
+    result,
+    unpadded_value,
+)
 from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -29,7 +36,7 @@ aten = torch.ops.aten
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
     if not is_prefix(x.dims[d]):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+        raise ScatteredDim(x, d)
     dtype = x.dense.dtype
     last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
@@ -117,7 +124,7 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has its own values")
     if not is_prefix(sequence.dims[0]):
-        raise refuse(call, "the padding of a flattened dim lies between its values")
+        raise ScatteredDim(sequence, 0)
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():

@@ -299,14 +299,27 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
     return tuple(own if d == at else factors or (static(1),) for d, factors in enumerate(without))
 
 
+class ScatteredDim(UnsupportedCall):
+    """A dim whose valid positions must come first, and lie scattered, as after a flatten.
+
+    Args:
+        value: a value.
+        dim: the dim.
+    """
+
+    def __init__(self, value: PaddedValue, dim: int) -> None:
+        super().__init__(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
+        self.value, self.dim = value, dim
+
+
 def prefix_size(value: PaddedValue, dim: int) -> Size:
     """Return the true size of a dim whose valid positions come first.
 
     Raises:
-        UnsupportedCall: the valid positions lie scattered, as after a flatten.
+        ScatteredDim: the valid positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
-        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
+        raise ScatteredDim(value, dim)
     return value.dims[dim][0].size
 
 

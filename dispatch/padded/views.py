@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.tree import PyTree, tree_has
+from subtensors.dispatch.padded.compaction import reshaped_by_position
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_size import (
@@ -47,11 +49,21 @@ def reshape(call: PaddedCall) -> PaddedValue:
     shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "an empty tensor doesn't determine the dims of its sizes")
-    out = result(call.dense(), _reshaped(x.dims, tuple(map(int, shape))), x.sizes, x.fill)
-    for factors, size in zip(out.dims, shape, strict=True):
+    if tree_has(PaddedSize, list(shape)):
+        return _reshaped_to_sizes(call, x, list(shape))
+    return result(call.dense(), _reshaped(x.dims, tuple(map(int, shape))), x.sizes, x.fill)
+
+
+def _reshaped_to_sizes(call: PaddedCall, x: PaddedValue, shape: list[int]) -> PaddedValue:
+    """Merge and split dims into some of true sizes that are given."""
+    try:
+        dims = _reshaped(x.dims, tuple(map(int, shape)))
+    except RuleError:
+        return reshaped_by_position(x, shape)
+    for factors, size in zip(dims, shape, strict=True):
         if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes_with(x.sizes, size)):
-            raise refuse(call, f"the size {size.size} is asked for a dim of true size {size_of(factors)}")
-    return out
+            return reshaped_by_position(x, shape)
+    return result(call.dense(), dims, x.sizes, x.fill)
 
 
 @functools.lru_cache(4096)

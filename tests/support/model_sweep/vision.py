@@ -39,7 +39,7 @@ def images(
     return ModelCase(name or model, "vision", tiny(model, **options), inputs, dims, sides, ragged=())
 
 
-_PATCHES: dict[str, object] = {"image_size": 32, "patch_size": 8}
+_PATCHES: dict[str, object] = {"image_size": 40, "patch_size": 8}
 _ANY_SIZE: dict[str, object] = {"interpolate_pos_encoding": True}
 _FOUR: dict[str, object] = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 _WINDOWS: dict[str, object] = {
