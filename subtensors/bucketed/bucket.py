@@ -30,6 +30,7 @@ from subtensors.kernels.runtime.async_compile import use_reference_while_compili
 from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
+from subtensors.padded.sized_calls import SizedPlainCalls
 
 if TYPE_CHECKING:
     import sympy
@@ -197,7 +198,8 @@ class Bucket:
             else:
                 leaves[source.leaf] = static
         versions = [static._version for static in statics]
-        outputs = Outputs.of(self.call(leaves), list(self.uncopied.values()))
+        with SizedPlainCalls():
+            outputs = Outputs.of(self.call(leaves), list(self.uncopied.values()))
         self.written_inputs |= {i for i, v in enumerate(versions) if statics[i]._version != v}
         return outputs
 

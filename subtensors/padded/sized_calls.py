@@ -7,18 +7,20 @@ a tensor on the device. A function that is not listed runs at the true sizes (`f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.resampling import resampled
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -75,6 +77,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
         RuleError: no rule takes the size.
     """
     name = getattr(func, "__name__", "")
+    if func is functional.interpolate:
+        return _interpolate(*args, **kwargs)
     if args and isinstance(args[0], PaddedTensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
@@ -91,6 +95,36 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     if name in _VALUES or name.removesuffix("_") in _VALUES:
         return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
+
+
+def _interpolate(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Run `functional.interpolate` to sizes of which some are padded."""
+    if size is None:
+        raise RuleError("PaddedTensor has no rule for interpolate by a padded size as its factor")
+    listed = [size] * (input.dim() - 2) if isinstance(size, int) else list(size)
+    return wrap_with_grad(resampled(_value(input), listed, mode, bool(align_corners), antialias))
+
+
+class SizedPlainCalls(TorchFunctionMode):
+    """A mode in which an interpolation of a plain tensor to padded sizes is padded, as by a model that runs padded.
+
+    Without it torch sees no PaddedTensor there, and takes the bucket's sizes.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        if func is functional.interpolate and tree_has(PaddedSize, (args, kwargs)):
+            return run_with_sizes(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
