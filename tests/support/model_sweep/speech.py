@@ -94,12 +94,17 @@ CASES = [
     waves("SEWModel", **_SQUEEZED),
     waves("SEWDModel", **_SQUEEZED, max_position_embeddings=32, position_buckets=8),
     waves("Wav2Vec2ConformerModel", conv_depthwise_kernel_size=3, position_embeddings_type="relative"),
-    waves("Wav2Vec2ConformerModel", "Wav2Vec2ConformerModel rotary", conv_depthwise_kernel_size=3,
-          position_embeddings_type="rotary"),
+    waves(
+        "Wav2Vec2ConformerModel",
+        "Wav2Vec2ConformerModel rotary",
+        conv_depthwise_kernel_size=3,
+        position_embeddings_type="rotary",
+    ),
     waves("SpeechT5ForSpeechToText"),
     frames("Wav2Vec2BertModel", feature_projection_input_dim=8, conv_depthwise_kernel_size=3, **_NO_DROPOUT),
-    frames("ASTModel", key="input_values", max_length=24, num_mel_bins=8, patch_size=4, frequency_stride=2,
-           time_stride=2),
+    frames(
+        "ASTModel", key="input_values", max_length=24, num_mel_bins=8, patch_size=4, frequency_stride=2, time_stride=2
+    ),
     frames("ParakeetEncoder", num_mel_bins=8, subsampling_factor=4, subsampling_conv_channels=4, conv_kernel_size=3),
     transcribing("Speech2TextForConditionalGeneration", input_feat_per_channel=8, conv_channels=8, **_LAYERS),
     whisper("WhisperForConditionalGeneration"),

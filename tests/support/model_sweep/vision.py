@@ -9,8 +9,8 @@ import torch
 import subtensors as st
 from model_sweep.case import ModelCase, tiny
 
-HEIGHT = st.Dim("height", max=64, buckets=[32, 64])
-WIDTH = st.Dim("width", max=64, buckets=[32, 64])
+HEIGHT = st.Dim("height", max=96, buckets=[32, 64, 96])
+WIDTH = st.Dim("width", max=96, buckets=[32, 64, 96])
 
 _SIDES = ((24, 32), (32, 16), (32, 32), (64, 40), (24, 48), (16, 16), (32, 24))
 
@@ -42,9 +42,17 @@ def images(
 _PATCHES: dict[str, object] = {"image_size": 40, "patch_size": 8}
 _ANY_SIZE: dict[str, object] = {"interpolate_pos_encoding": True}
 _FOUR: dict[str, object] = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+_LARGER = ((40, 64), (64, 32), (48, 48), (64, 64), (72, 40), (32, 90), (56, 64))
 _WINDOWS: dict[str, object] = {
-    "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
+    "image_size": 32,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [2, 2],
+    "window_size": 4,
     "hidden_size": None,
+    "num_attention_heads": None,
+    "num_hidden_layers": None,
 }
 
 CASES = [
@@ -52,31 +60,38 @@ CASES = [
     images("ViTForImageClassification", called=_ANY_SIZE, **_PATCHES),
     images("DeiTModel", called=_ANY_SIZE, **_PATCHES),
     images("Dinov2Model", **_PATCHES),
-    images("Dinov2WithRegistersModel", **_PATCHES),
     images("DINOv3ViTModel", **_PATCHES),
     images("IJepaModel", called=_ANY_SIZE, **_PATCHES),
     images("BeitModel", called=_ANY_SIZE, use_relative_position_bias=False, **_PATCHES),
     images("CLIPVisionModel", called=_ANY_SIZE, **_PATCHES),
     images("SiglipVisionModel", called=_ANY_SIZE, **_PATCHES),
-    images("ConvNextModel", **_FOUR),
-    images("ConvNextV2Model", **_FOUR),
-    images("DINOv3ConvNextModel", **_FOUR),
+    images("ConvNextModel", sides=_LARGER, **{**_FOUR, "hidden_sizes": [8, 8, 8, 8]}),
+    images("ConvNextV2Model", sides=_LARGER, **{**_FOUR, "hidden_sizes": [8, 8, 8, 8]}),
+    images("DINOv3ConvNextModel", sides=_LARGER, **_FOUR),
     images("ResNetModel", "ResNetModel of bottlenecks", embedding_size=8, **_FOUR),
     images("ResNetForImageClassification", layer_type="basic", embedding_size=8, **_FOUR),
     images("RegNetModel", embedding_size=8, groups_width=4, **_FOUR),
     images("BitModel", embedding_size=32, num_groups=4, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1]),
     images("PoolFormerModel", **_FOUR),
-    images("MobileNetV1Model", depth_multiplier=0.25),
-    images("MobileNetV2Model", depth_multiplier=0.25, finegrained_output=False),
+    images("MobileNetV1Model", depth_multiplier=0.25, tf_padding=False),
+    images("MobileNetV2Model", depth_multiplier=0.25, tf_padding=False),
     images("MobileViTModel", hidden_sizes=[8, 12, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16], num_attention_heads=2),
-    images("MobileViTV2Model", width_multiplier=0.25, base_attn_unit_dims=[8, 8, 8], n_attn_blocks=[1, 1, 1]),
-    images("EfficientNetModel", width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=16),
-    images("SegformerModel", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2],
-           hidden_size=None, drop_path_rate=0.0),
-    images("PvtV2Model", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2]),
+    images("EfficientNetModel", width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320, sides=_LARGER),
+    images(
+        "SegformerModel",
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 2, 2, 2],
+        hidden_size=None,
+        drop_path_rate=0.0,
+        sides=_LARGER,
+    ),
+    images(
+        "PvtV2Model", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2], sides=_LARGER
+    ),
     images("SwinModel", **_WINDOWS),
     images("Swinv2Model", **_WINDOWS),
-    images("FocalNetModel", image_size=32, embed_dim=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1]),
-    images("VanModel", **_FOUR) if False else images("SwiftFormerModel", embed_dims=[8, 8, 16, 16], depths=[1, 1, 1, 1]),
-    images("HGNetV2Backbone", embedding_size=8),
+    images("SwiftFormerModel", embed_dims=[8, 8, 16, 16], depths=[1, 1, 1, 1]),
+    images("VitDetModel", **_PATCHES),
+    images("DPTModel", **_PATCHES),
 ]
