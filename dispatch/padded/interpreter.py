@@ -35,9 +35,9 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_map_only
-from subtensors.dispatch.padded.compaction import compacted
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, unpadded_value
+from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.torch_internals.ops import schema_of
 
@@ -179,7 +179,7 @@ def run_call(call: PaddedCall) -> PyTree:
     try:
         results = rule(call)
     except ScatteredDim as error:
-        return run_call(_with_compacted(call, error))
+        return run_call(_with_regrouped(call, error))
     except RuleError as error:
         if str(error).startswith(_REFUSED):
             raise
@@ -197,13 +197,13 @@ def run_call(call: PaddedCall) -> PyTree:
     return _mark_views(results, call) if is_view else results
 
 
-def _with_compacted(call: PaddedCall, scattered: ScatteredDim) -> PaddedCall:
-    """Return a call whose rule found valid positions scattered, with that operand copied to where they come first."""
+def _with_regrouped(call: PaddedCall, scattered: ScatteredDim) -> PaddedCall:
+    """Return a call whose rule found valid positions scattered, with that operand copied to where they lie as asked."""
     x = scattered.value
     if not any(value is x for value in call.values):
         raise refuse(call, str(scattered))
     try:
-        new = compacted(x, scattered.dim)
+        new = with_factors(x, scattered.dim, scattered.factors)
     except UnsupportedCall as error:
         raise refuse(call, f"{scattered}, and {error}") from error
     arguments = tree_map_only(PaddedValue, lambda value: new if value is x else value, call.arguments)

@@ -26,8 +26,9 @@ from subtensors.dispatch.padded.padded_value import (
     result,
     unpadded_value,
 )
+from subtensors.dispatch.padded.positions import ranks
 from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
-from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
+from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
@@ -35,12 +36,16 @@ aten = torch.ops.aten
 
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    if not is_prefix(x.dims[d]):
-        raise ScatteredDim(x, d)
+    rank = ranks(call, x, d)
+    if rank is not None and x.sizes is not None and x.sizes.rows is not None:
+        raise refuse(call, "the sorted positions of a flattened dim would be of rows of different lengths")
     dtype = x.dense.dtype
     last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
-    return x.like(values).gradient_masked(), x.like(positions)
+    if rank is None:
+        return x.like(values).gradient_masked(), x.like(positions)
+    dims = with_dim(x.dims, d, padded_dim(x.shape[d], size_of(x.dims[d])))
+    return result(values, dims, x.sizes).gradient_masked(), result(rank[positions] - 1, dims, x.sizes)
 
 
 @table.register(aten.sort, aten.argsort, aten.msort)
@@ -55,6 +60,18 @@ def sort(call: PaddedCall) -> PyTree:
     values, positions = sort_valid_first(call, x, d, bool(call.get("descending", False)))
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
+
+
+@table.register(aten.histc)
+def histc(call: PaddedCall) -> PaddedValue:
+    """Count the valid elements in each bin; padding is beyond the last one."""
+    x: PaddedValue = call["self"]
+    low, high = call["min"], call["max"]
+    if low == high:
+        raise refuse(call, "its bins depend on values")
+    if max_value(x.dense.dtype) <= high:
+        raise refuse(call, "no number of its dtype is beyond its bins")
+    return unpadded_value(call.dense({"self": x.filled(high + 1)}))
 
 
 @table.register(aten.topk)

@@ -27,6 +27,7 @@ from subtensors.dispatch.sizes.dim_factors import (
     bucket_of,
     is_padded,
     merged,
+    padded_dim,
     size_of,
     static,
     static_dims,
@@ -300,16 +301,18 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
 
 
 class ScatteredDim(UnsupportedCall):
-    """A dim whose valid positions must come first, and lie scattered, as after a flatten.
+    """A dim whose valid positions must lie in another way: come first, where it was flattened from several dims.
 
     Args:
         value: a value.
         dim: the dim.
+        factors: those of the other way; by default one in which the valid positions come first.
     """
 
-    def __init__(self, value: PaddedValue, dim: int) -> None:
+    def __init__(self, value: PaddedValue, dim: int, factors: Factors = ()) -> None:
         super().__init__(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
         self.value, self.dim = value, dim
+        self.factors = factors or padded_dim(value.shape[dim], size_of(value.dims[dim]))
 
 
 def prefix_size(value: PaddedValue, dim: int) -> Size:

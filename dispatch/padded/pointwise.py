@@ -130,9 +130,10 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
         # One may be flattened and another one not, of the same true size.
         for back in range(1, max(x.dim() for x in operands) + 1):
             along = [x for x in operands if x.dim() >= back and x.is_padded(-back) and x.shape[-back] > 1]
-            if len({len(x.dims[-back]) for x in along}) > 1:
-                scattered = next(x for x in along if len(x.dims[-back]) > 1)
-                raise ScatteredDim(scattered, scattered.dim() - back) from None
+            chosen = max((x.dims[-back] for x in along), key=len, default=())
+            for x in along:
+                if len(x.dims[-back]) < len(chosen) and is_same(size_of(x.dims[-back]), size_of(chosen), sizes):
+                    raise ScatteredDim(x, x.dim() - back, chosen) from None
         raise
 
 

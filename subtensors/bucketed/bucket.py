@@ -30,7 +30,7 @@ from subtensors.kernels.runtime.async_compile import use_reference_while_compili
 from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
-from subtensors.padded.sized_calls import SizedPlainCalls
+from subtensors.padded.sized_plain_calls import SizedPlainCalls
 
 if TYPE_CHECKING:
     import sympy

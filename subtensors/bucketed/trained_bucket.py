@@ -36,7 +36,7 @@ from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.kernels.graph_inputs.inputs import InputLoader
-from subtensors.padded.sized_calls import SizedPlainCalls
+from subtensors.padded.sized_plain_calls import SizedPlainCalls
 
 
 class NotDifferentiable(Exception):

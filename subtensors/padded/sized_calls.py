@@ -7,13 +7,12 @@ a tensor on the device. A function that is not listed runs at the true sizes (`f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
@@ -113,18 +112,26 @@ def _interpolate(
     return wrap_with_grad(resampled(_value(input), listed, mode, bool(align_corners), antialias))
 
 
-class SizedPlainCalls(TorchFunctionMode):
-    """A mode in which an interpolation of a plain tensor to padded sizes is padded, as by a model that runs padded.
+def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run a function that has a padded size among its arguments, and no PaddedTensor.
 
-    Without it torch sees no PaddedTensor there, and takes the bucket's sizes.
+    Returns:
+        The result; NotImplemented for a function that isn't known to take sizes.
+
+    Raises:
+        RuleError: no rule takes the size.
     """
-
-    def __torch_function__(
-        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> PyTree:
-        if func is functional.interpolate and tree_has(PaddedSize, (args, kwargs)):
-            return run_with_sizes(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    name = getattr(func, "__name__", "")
+    if func is Tensor.__getitem__:
+        return _indexed(*args)
+    if func in SHAPE_OPS:
+        listed = (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args
+        return _run(SHAPE_OPS[func], listed, kwargs)
+    if func in OPS:
+        return _run(OPS[func], args, kwargs)
+    if name in _VALUES or name.removesuffix("_") in _VALUES:
+        return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
+    return NotImplemented
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:

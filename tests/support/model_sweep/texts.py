@@ -37,7 +37,9 @@ def encoder(model: str, family: str = "encoder", name: str | None = None, **opti
     return ModelCase(name or model, family, tiny(model, **options), inputs, {"input_ids": {1: SEQ}})
 
 
-def translating(model: str, name: str | None = None, **options: object) -> ModelCase:
+def translating(
+    model: str, family: str = "encoder-decoder", name: str | None = None, **options: object
+) -> ModelCase:
     """An encoder and a decoder, each with a length of its own."""
 
     def inputs(n: int, m: int, rows: int) -> dict[str, Tensor]:
@@ -47,7 +49,7 @@ def translating(model: str, name: str | None = None, **options: object) -> Model
     calls = ((7, 3), (5, 6), (8, 8), (12, 5), (9, 7), (1, 4), (3, 1), (10, 12))
     return ModelCase(
         name or model,
-        "encoder-decoder",
+        family,
         tiny(model, **options),
         inputs,
         dims,
