@@ -18,7 +18,14 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
+from subtensors.dispatch.padded.padded_value import (
+    PaddedValue,
+    ScatteredDim,
+    host_sizes,
+    reduced_result,
+    result,
+    unpadded_value,
+)
 from subtensors.dispatch.padded.positions import ranks
 from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
@@ -134,7 +141,7 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has its own values")
     if not is_prefix(sequence.dims[0]):
-        raise refuse(call, "the padding of a flattened dim lies between its values")
+        raise ScatteredDim(sequence, 0)
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():

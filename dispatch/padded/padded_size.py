@@ -8,6 +8,8 @@ such numbers; any other call that gets one runs at the true sizes.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.tree import PyTree, tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
     Size,
@@ -137,6 +139,9 @@ for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.ite
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
 
 
+_LARGEST_GRID = 2**16
+"""The most pairs of sizes at which two expressions are compared."""
+
 text_of = functools.lru_cache(4096)(str)
 """The text of an expression."""
 
@@ -211,13 +216,28 @@ def least(size: Size, sizes: TrueSizes | None) -> int:
     return min(values)
 
 
-def is_same(a: Size, b: Size, sizes: TrueSizes | None) -> bool:
-    """Return whether two expressions are equal at all true sizes of the buckets."""
+def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
+    """Return whether two sizes are equal at all true sizes of the buckets."""
     if a == b:
         return True
-    difference = a - b
-    values = _values(difference, *_ranges(difference, sizes))
-    return values is not None and len(difference.free_symbols) < 2 and not any(values)
+    symbols = tuple(sorted(a.free_symbols | b.free_symbols, key=str))
+    if sizes is None or not set(symbols) <= set(sizes.symbols):
+        return False
+    return _is_same(a, b, symbols, tuple(sizes.buckets[sizes.symbols.index(symbol)] for symbol in symbols))
+
+
+@functools.lru_cache(4096)
+def _is_same(a: Size, b: Size, symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...]) -> bool:
+    import sympy
+
+    # Grids of two sizes have a limit, and more symbols than that stay unknown.
+    if len(symbols) > 2 or (len(symbols) == 2 and math.prod(buckets) > _LARGEST_GRID):
+        return False
+    both = sympy.lambdify(symbols, (a, b), modules=[{"Max": max, "Min": min}, "math"], dummify=True)
+    pairs = (both(*point) for point in itertools.product(*(range(bucket + 1) for bucket in buckets)))
+    # Sizes that are negative are errors without padding.
+    possible = [m == n for m, n in pairs if m >= 0 and n >= 0]
+    return bool(possible) and all(possible)
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:

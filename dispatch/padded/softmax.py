@@ -10,8 +10,8 @@ from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim
 from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
@@ -57,7 +57,7 @@ def scan(call: PaddedCall) -> PyTree:
     if x.dim() == 0 or not x.is_padded(d):
         return tree_map_only(Tensor, x.like, call.dense())
     if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+        raise ScatteredDim(x, d)
     out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
     return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)
 

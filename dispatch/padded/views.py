@@ -64,7 +64,7 @@ def reshape(call: PaddedCall) -> PaddedValue:
 def _regrouped(call: PaddedCall, x: PaddedValue, shape: Sequence[int], reason: RuleError) -> PaddedValue:
     """Gather what no view of the storage holds; where that can't be done either, raise the reason why no view does."""
     try:
-        return regrouped(call, x, shape)
+        return regrouped(x, shape)
     except UnsupportedCall as error:
         raise refuse(call, f"{reason}; {error}") from None
 

@@ -7,7 +7,7 @@ a tensor on the device. A function that is not listed runs at the true sizes (`f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_ma
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.resampling import resampled
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -75,6 +76,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
         RuleError: no rule takes the size.
     """
     name = getattr(func, "__name__", "")
+    if func is functional.interpolate:
+        return _interpolate(*args, **kwargs)
     if args and isinstance(args[0], PaddedTensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
@@ -93,6 +96,22 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
 
 
+def _interpolate(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Run `functional.interpolate` to sizes of which some are padded."""
+    if size is None:
+        raise RuleError("PaddedTensor has no rule for interpolate by a padded size as its factor")
+    listed = [size] * (input.dim() - 2) if isinstance(size, int) else list(size)
+    return wrap_with_grad(resampled(_value(input), listed, mode, bool(align_corners), antialias))
+
+
 def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run a function that has a padded size among its arguments, and no PaddedTensor.
 
@@ -106,7 +125,8 @@ def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs)
     if func is Tensor.__getitem__:
         return _indexed(*args)
     if func in SHAPE_OPS:
-        return _run(SHAPE_OPS[func], (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args, kwargs)
+        listed = (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args
+        return _run(SHAPE_OPS[func], listed, kwargs)
     if func in OPS:
         return _run(OPS[func], args, kwargs)
     if name in _VALUES or name.removesuffix("_") in _VALUES:

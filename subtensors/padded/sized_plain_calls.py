@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
@@ -22,7 +23,7 @@ from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.sized_calls import run_on_plain_tensor
+from subtensors.padded.sized_calls import run_on_plain_tensor, run_with_sizes
 
 _FILLED: dict[Callable[..., PyTree], float | None] = {
     torch.zeros: 0,
@@ -60,6 +61,8 @@ def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     """
     if any(size.sizes.rows is not None for size in find_sizes((args, kwargs))):
         return NotImplemented
+    if func is functional.interpolate:
+        return run_with_sizes(func, args, kwargs)
     if func is torch.arange:
         return _arange(*args, **kwargs)
     if func in (torch.tensor, torch.as_tensor) and not tree_has(PaddedSize, (args[1:], kwargs)):
@@ -109,5 +112,3 @@ def _arange(*bounds: int, **kwargs: PyTree) -> Tensor:
 
 def _on_device(number: int) -> Tensor | int:
     return number.on_device() if isinstance(number, PaddedSize) else number
-
-

@@ -104,6 +104,24 @@ def test_gradients_are_compared_too(device: str) -> None:
 
 
 @pytest.mark.usefixtures("captured")
+def test_the_answer_of_a_run_that_found_that_there_is_no_graph_is_compared_too(device: str) -> None:
+    weight = torch.ones(4, dtype=torch.float64, device=device, requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return (x * weight).sum(1) / x.shape[1]
+
+    run = st.bucketed(program, DIMS)
+    for n in (5, 6):
+        x, own = rows(n, device), rows(n, device)
+        found, expected = run(x), program(own)
+        torch.testing.assert_close((found, x), (expected, own))
+        gradients = [torch.autograd.grad(out.sum(), weight)[0] for out in (found, expected)]
+        torch.testing.assert_close(*gradients)
+    assert run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [False, True])
 def test_rounding_is_no_difference(dtype: torch.dtype, grad: bool, device: str) -> None:

@@ -124,7 +124,8 @@ def _exact(model: nn.Module) -> nn.Module:
 
 
 def _cast(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    is_cast = {name: isinstance(x, Tensor) and x.is_floating_point() for name, x in given.items()}
+    return {name: x.to(dtype) if is_cast[name] else x for name, x in given.items()}
 
 
 def _results(run: Callable[..., object], model: nn.Module, given: dict[str, Tensor]) -> Results:
