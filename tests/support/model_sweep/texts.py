@@ -39,9 +39,7 @@ def encoder(
     return ModelCase(model, "encoder", tiny(model, **options), inputs, {"input_ids": {1: SEQ}}, calls, ragged)
 
 
-def translating(
-    model: str, family: str = "encoder-decoder", name: str | None = None, **options: object
-) -> ModelCase:
+def translating(model: str, family: str = "encoder-decoder", name: str | None = None, **options: object) -> ModelCase:
     """An encoder and a decoder, each with a length of its own."""
 
     def inputs(n: int, m: int, rows: int) -> dict[str, Tensor]:
@@ -59,5 +57,3 @@ def translating(
         ((5, 4), (9, 6), (2, 3)),
         lambda n, m: m,
     )
-
-
