@@ -70,7 +70,7 @@ def uniform(case: ModelCase, check: bool) -> Outcome:
 
     Args:
         case: the row.
-        check: leave the runner's own comparison on, which is not to find anything.
+        check: leave the comparison to the runner, which makes it at the first calls, and is not to find anything.
     """
     with _graphs():
         model = case.model()
@@ -79,12 +79,14 @@ def uniform(case: ModelCase, check: bool) -> Outcome:
         options = {} if check else {"check": False}
         run = st.bucketed(model, case.dims, max_waste=None, **options)
         try:
-            for index, sizes in enumerate(case.calls):
+            for index, sizes in enumerate(case.calls[:4] if check else case.calls):
                 arguments = case.arguments(index, sizes)
                 try:
                     got = _results(run, model, arguments)
                 except Exception as error:
                     raise WrongResult(f"{sizes}: {type(error).__name__}: {error}") from error
+                if check:
+                    continue
                 _compare(got, lambda net, given=arguments: _results(net, net, given), plain, truth, str(sizes))
         except WrongResult as error:
             return Outcome("wrong", str(error))
