@@ -95,6 +95,8 @@ def _arange(*bounds: int, **kwargs: PyTree) -> Tensor:
     """Return the numbers from a start to an end that are padded sizes, a step apart."""
     given = [*bounds, *(kwargs.pop(name) for name in ("start", "end", "step") if name in kwargs)]
     start, end, step = (0, *given, 1) if len(given) == 1 else (*given, 1)[:3]
+    if isinstance(step, float) and step.is_integer() and kwargs.get("dtype") is not None:
+        step = int(step)
     if not all(isinstance(n, int) for n in (start, end, step)) or isinstance(step, PaddedSize) or step == 0:
         return NotImplemented
     values = sizes_with(None, start, end)

@@ -13,7 +13,7 @@ _DECODER: dict[str, object] = {"d_model": 16, "decoder_layers": 1, "decoder_atte
 CASES = [
     *(causal(f"{kind}ForCausalLM", "decoder") for kind in _LIKE_LLAMA),
     causal("BertLMHeadModel", "decoder", is_decoder=True),
-    causal("BlenderbotForCausalLM", "decoder", **_DECODER),
+    causal("BlenderbotForCausalLM", "decoder", shift=0, **_DECODER),
     causal("CTRLLMHeadModel", "decoder", n_embd=16, dff=24, n_layer=2, n_head=2, n_positions=64),
     causal("DiffLlamaForCausalLM", "decoder", num_key_value_heads=2),
     causal("FalconForCausalLM", "decoder", "FalconForCausalLM, alibi", alibi=True),
@@ -41,16 +41,7 @@ CASES = [
     causal("MistralForCausalLM", "decoder", "MistralForCausalLM, sliding window", sliding_window=4),
     causal("OPTForCausalLM", "decoder", ffn_dim=24, word_embed_proj_dim=16),
     causal("OpenAIGPTLMHeadModel", "decoder"),
-    causal(
-        "ReformerModelWithLMHead",
-        "decoder",
-        is_decoder=True,
-        axial_pos_embds=False,
-        attn_layers=["local"],
-        local_attn_chunk_length=4,
-    ),
-    causal("TrOCRForCausalLM", "decoder", **_DECODER),
-    causal("XGLMForCausalLM", "decoder", d_model=16, ffn_dim=24, num_layers=2, attention_heads=2),
+    causal("TrOCRForCausalLM", "decoder", shift=0, **_DECODER),
     causal("XLMWithLMHeadModel", "decoder", emb_dim=16, n_layers=2, n_heads=2),
     causal("XLNetLMHeadModel", "decoder", d_model=16, n_layer=2, n_head=2, d_inner=24, d_head=8),
 ]

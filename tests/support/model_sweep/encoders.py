@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_sweep.texts import encoder, masked
 
 _LIKE_BERT = """Albert Bert BigBird Camembert ConvBert Data2VecText Deberta DebertaV2 DistilBert Electra Ernie Esm
-EuroBert FNet Funnel Gte IBert LayoutLM Longformer MegatronBert ModernBert MPNet NomicBert Nystromformer RemBert
+EuroBert FNet Gte IBert LayoutLM MegatronBert ModernBert MPNet NomicBert Nystromformer RemBert
 Roberta RobertaPreLayerNorm RoFormer Tapas XLMRoberta XLMRobertaXL Yoso""".split()
 
 CASES = [
@@ -13,12 +13,15 @@ CASES = [
     masked("BigBirdForMaskedLM", name="BigBirdForMaskedLM, block_sparse", attention_type="block_sparse", block_size=4),
     encoder(
         "CanineModel",
+        ((7,), (5,), (8,), (12,), (9,), (4,)),
+        ((5,), (9,), (4,)),
         num_hash_buckets=16,
         num_hash_functions=2,
         downsampling_rate=2,
         upsampling_kernel_size=2,
         local_transformer_stride=4,
     ),
+    masked("LongformerForMaskedLM", attention_window=4),
     masked("LukeForMaskedLM", entity_vocab_size=10, entity_emb_size=16),
     masked(
         "MobileBertForMaskedLM",

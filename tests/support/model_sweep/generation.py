@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from model_sweep.case import tiny, tokens
 from torch import Tensor, nn
 
 import subtensors as st
+from model_sweep.case import tiny, tokens
 
 PROMPT = st.Dim("prompt", max=32, buckets=[8, 16, 32])
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from model_sweep.case import ModelCase
 from pretend_graphs import pretend
 from reordered_sums import orders
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import subtensors as st
+from model_sweep.case import ModelCase
 from subtensors.bucketed.compare_runs import TOLERATED_UNITS
 from subtensors.padded import torch_function as padded_calls
 
@@ -81,7 +81,10 @@ def uniform(case: ModelCase, check: bool) -> Outcome:
         try:
             for index, sizes in enumerate(case.calls):
                 arguments = case.arguments(index, sizes)
-                got = _results(run, model, arguments)
+                try:
+                    got = _results(run, model, arguments)
+                except Exception as error:
+                    raise WrongResult(f"{sizes}: {type(error).__name__}: {error}") from error
                 _compare(got, lambda net, given=arguments: _results(net, net, given), plain, truth, str(sizes))
         except WrongResult as error:
             return Outcome("wrong", str(error))
@@ -175,7 +178,7 @@ def _ragged_results(model: nn.Module, batch: dict[str, Tensor], count: int) -> R
             loss = loss + _weighted(x)
             continue
         rows = x.unpad() if isinstance(x, st.PaddedTensor) else x
-        if not len(rows) == count:
+        if len(rows) != count:
             continue
         for i, row in enumerate(rows):
             found[f"{name} of row {i}"] = row

@@ -11,8 +11,8 @@ from pathlib import Path
 
 INTRODUCTION = """# Models of transformers
 
-What tiny models of transformers with random parameters do under `st.bucketed`, unmodified, as `tests/support/model_sweep`
-found it. Each is called at several lengths in a bucket and across buckets, 1 among them, once with `check=False`, so
+What tiny models of transformers with random parameters do under `st.bucketed`, unmodified, as
+`tests/support/model_sweep` found it with transformers 5. Each is called at several lengths in a bucket and across buckets, 1 among them, once with `check=False`, so
 that nothing but the rules answers, and once with the default check. Results, loss and the gradients of all parameters
 are compared with the plain model in float64: none errs more than 1.5 times as much as the plain model in float32.
 

@@ -7,15 +7,15 @@ from torch import Tensor
 from model_sweep.case import ANSWER, SEQ, ModelCase, tiny, tokens
 
 
-def causal(model: str, family: str, name: str | None = None, **options: object) -> ModelCase:
-    """A language model that predicts the next token."""
+def causal(model: str, family: str, name: str | None = None, shift: int = 1, **options: object) -> ModelCase:
+    """A language model that predicts the next token; its loss shifts the labels by so many."""
 
     def inputs(n: int, rows: int) -> dict[str, Tensor]:
         ids = tokens(n, rows)
         return {"input_ids": ids, "labels": ids.clone()}
 
     dims = {"input_ids": {1: SEQ}, "labels": {1: SEQ}}
-    return ModelCase(name or model, family, tiny(model, **options), inputs, dims, counted=lambda n: n - 1)
+    return ModelCase(name or model, family, tiny(model, **options), inputs, dims, counted=lambda n: n - shift)
 
 
 def masked(model: str, family: str = "encoder", name: str | None = None, **options: object) -> ModelCase:
@@ -28,18 +28,18 @@ def masked(model: str, family: str = "encoder", name: str | None = None, **optio
     return ModelCase(name or model, family, tiny(model, **options), inputs, dims, counted=lambda n: n)
 
 
-def encoder(model: str, family: str = "encoder", name: str | None = None, **options: object) -> ModelCase:
+def encoder(
+    model: str, calls: tuple[tuple[int, ...], ...], ragged: tuple[tuple[int, ...], ...], **options: object
+) -> ModelCase:
     """A model of tokens without a loss."""
 
     def inputs(n: int, rows: int) -> dict[str, Tensor]:
         return {"input_ids": tokens(n, rows)}
 
-    return ModelCase(name or model, family, tiny(model, **options), inputs, {"input_ids": {1: SEQ}})
+    return ModelCase(model, "encoder", tiny(model, **options), inputs, {"input_ids": {1: SEQ}}, calls, ragged)
 
 
-def translating(
-    model: str, family: str = "encoder-decoder", name: str | None = None, **options: object
-) -> ModelCase:
+def translating(model: str, family: str = "encoder-decoder", name: str | None = None, **options: object) -> ModelCase:
     """An encoder and a decoder, each with a length of its own."""
 
     def inputs(n: int, m: int, rows: int) -> dict[str, Tensor]:
@@ -57,5 +57,3 @@ def translating(
         ((5, 4), (9, 6), (2, 3)),
         lambda n, m: m,
     )
-
-
