@@ -34,8 +34,9 @@ from torch._ops import OpOverload
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, unpadded_value
 from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
@@ -169,7 +170,7 @@ def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
 def run_call(call: PaddedCall) -> PyTree:
     """Run the rule for a call; see `run`."""
     op = call.op
-    if not any(x.padded_dims for x in call.values):
+    if not any(x.padded_dims for x in call.values) and not tree_has(PaddedSize, call.arguments):
         out = tree_map_only(Tensor, unpadded_value, call.dense())
         return _mark_views(out, call) if op_class(op) is OpClass.VIEW else out
     rule = table.resolved.get(op) or table.lookup(op)

@@ -45,7 +45,7 @@ class SizedPlainCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if tree_has(PaddedSize, (args, kwargs)) and not any(issubclass(kind, PaddedTensor) for kind in types):
             try:
-                found = _at_true_sizes(func, args, kwargs)
+                found = _at_true_sizes(func, args, {**kwargs})
             except RuleError:
                 found = NotImplemented
             if found is not NotImplemented:
@@ -66,7 +66,7 @@ def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     if func is torch.arange:
         return _arange(*args, **kwargs)
     if func in (torch.tensor, torch.as_tensor) and not tree_has(PaddedSize, (args[1:], kwargs)):
-        return func(_on_device(args[0]), *args[1:], **kwargs) if isinstance(args[0], int) else NotImplemented
+        return _number(*args, **kwargs) if len(args) == 1 and isinstance(args[0], PaddedSize) else NotImplemented
     if func in _FILLED:
         given = kwargs.pop("size") if "size" in kwargs else args
         return _made(func, given, _FILLED[func], kwargs)
@@ -108,6 +108,12 @@ def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
     if not (type(start) is int and start == 0):
         numbers = numbers + (_on_device(start) if isinstance(start, PaddedSize) else start)
     return wrap_with_grad(PaddedValue(numbers, (dim,), values))
+
+
+def _number(size: PaddedSize, **kwargs: PyTree) -> Tensor:
+    """Return a size as a tensor, with options of `torch.tensor`."""
+    like = torch.tensor(0, **kwargs)
+    return size.on_device().to(like.dtype, copy=True) if like.device.type == "cpu" else size.on_device().to(like)
 
 
 def _on_device(number: int) -> Tensor | int:
