@@ -125,6 +125,39 @@ def _by_number(name: str, combined: Callable[[Size, int], Size]) -> Callable[[Pa
     return method
 
 
+def _comparing(name: str) -> Callable[[PaddedSize, object], object]:
+    """Return the comparison of `int` with this name, which is that of the true sizes where the other is padded too."""
+    plain: Callable[[int, object], bool] = getattr(int, name)
+
+    def method(self: PaddedSize, other: object) -> object:
+        if not isinstance(other, PaddedSize) or other.size == self.size:
+            return plain(self, other)
+        outcomes = _outcomes(self, other, plain)
+        if len(outcomes) == 1:
+            return outcomes.pop()
+        raise UnsupportedCall(f"a branch compares the sizes {self.size} and {other.size}, which true sizes decide")
+
+    method.__name__ = name
+    return method
+
+
+def _outcomes(a: PaddedSize, b: PaddedSize, compare: Callable[[int, object], bool]) -> set[bool]:
+    """Return the outcomes that a comparison has at the true sizes or, where the host doesn't know them, may have."""
+    sizes = a.sizes if b.sizes is a.sizes else merge_sizes([a.sizes, b.sizes])
+    assert sizes is not None
+    if sizes.known_on_host:
+        each = [sizes.assignment(row) for row in range(sizes.rows or 1)]
+        return {compare(value_at(a.size, one), value_at(b.size, one)) for one in each}
+    symbols, buckets = _ranges(a.size - b.size, sizes)
+    if len(symbols) != 1 or not buckets or not a.size.free_symbols | b.size.free_symbols <= {*symbols}:
+        return {compare(int(a), int(b))}
+    points = [{symbols[0]: n} for n in range(buckets[0] + 1)]
+    pairs = [(value_at(a.size, point), value_at(b.size, point)) for point in points]
+    return {compare(m, n) for m, n in pairs if m >= 0 and n >= 0}
+
+
+for _name in "__lt__ __le__ __gt__ __ge__".split():
+    setattr(PaddedSize, _name, _comparing(_name))
 for _name, _combined in {
     "__add__": added,
     "__radd__": added,

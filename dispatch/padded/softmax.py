@@ -11,7 +11,8 @@ from torch._ops import OpOverloadPacket
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim, result
+from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
@@ -37,6 +38,16 @@ def softmax(call: PaddedCall) -> PaddedValue:
     # An integer input is cast first: its minimum is not neutral in a floating-point dtype.
     floating = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
     return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
+
+
+@table.register(aten._softmax_backward_data, aten._log_softmax_backward_data)
+def softmax_backward(call: PaddedCall) -> PaddedValue:
+    """The gradient of a softmax, which autograd functions of a user's own ask for; padding adds nothing to its sum."""
+    gradient, output = call["grad_output"], call["output"]
+    dims, sizes = broadcast([gradient, output])
+    d = call["dim"] % max(output.dim(), 1)
+    out = call.dense({"grad_output": gradient.filled(0, [d]), "output": output.filled(0, [d])})
+    return result(out, dims, sizes).gradient_masked()
 
 
 SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {

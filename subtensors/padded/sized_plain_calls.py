@@ -91,7 +91,7 @@ def _full(size: Sequence[int], fill_value: float, **kwargs: PyTree) -> Tensor:
     return _made(full, [size], fill_value if is_number else None, kwargs)
 
 
-def _arange(*bounds: int, **kwargs: PyTree) -> Tensor:
+def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
     """Return the numbers from a start to an end that are padded sizes, a step apart."""
     given = [*bounds, *(kwargs.pop(name) for name in ("start", "end", "step") if name in kwargs)]
     start, end, step = (0, *given, 1) if len(given) == 1 else (*given, 1)[:3]

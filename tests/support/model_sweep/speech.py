@@ -11,7 +11,7 @@ from model_sweep.case import ANSWER, ModelCase, tiny, tokens
 SAMPLES = st.Dim("samples", max=128, buckets=[64, 128])
 FRAMES = st.Dim("frames", max=32, buckets=[8, 16, 32])
 
-_LENGTHS = ((57,), (49,), (64,), (90,), (75,), (23,), (34,))
+_LENGTHS = ((57,), (49,), (64,), (90,), (75,), (40,), (51,))
 _RAGGED = ((57,), (93,), (40,))
 
 _CONVOLUTIONS: dict[str, object] = {
@@ -100,11 +100,7 @@ CASES = [
         conv_depthwise_kernel_size=3,
         position_embeddings_type="rotary",
     ),
-    waves("SpeechT5ForSpeechToText"),
     frames("Wav2Vec2BertModel", feature_projection_input_dim=8, conv_depthwise_kernel_size=3, **_NO_DROPOUT),
-    frames(
-        "ASTModel", key="input_values", max_length=24, num_mel_bins=8, patch_size=4, frequency_stride=2, time_stride=2
-    ),
     frames("ParakeetEncoder", num_mel_bins=8, subsampling_factor=4, subsampling_conv_channels=4, conv_kernel_size=3),
     transcribing("Speech2TextForConditionalGeneration", input_feat_per_channel=8, conv_channels=8, **_LAYERS),
     whisper("WhisperForConditionalGeneration"),

@@ -89,8 +89,8 @@ CASES = [
     images(
         "PvtV2Model", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2], sides=_LARGER
     ),
-    images("SwinModel", **_WINDOWS),
-    images("Swinv2Model", **_WINDOWS),
+    images("SwinModel", sides=_LARGER, **_WINDOWS),
+    images("Swinv2Model", sides=_LARGER, **_WINDOWS),
     images("SwiftFormerModel", embed_dims=[8, 8, 16, 16], depths=[1, 1, 1, 1]),
     images("VitDetModel", **_PATCHES),
     images("DPTModel", **_PATCHES),
