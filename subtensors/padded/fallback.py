@@ -44,11 +44,11 @@ RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
 """Functions that access their first argument's memory directly, so that their writes do not change its version."""
 
 
-class _State(threading.local):
+class _FallbackState(threading.local):
     is_refused = False
 
 
-_state = _State()
+_state = _FallbackState()
 
 
 @contextlib.contextmanager
