@@ -20,8 +20,9 @@ from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, ta
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
+from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, rows_symbol
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of, static_dims
 
 aten = torch.ops.aten
 
@@ -242,6 +243,16 @@ def _keeps_rows(
         own == {letter for letter in dims if is_padded(dims[letter])}
         and own <= set(out) - other_letters - addend_letters
     )
+
+
+@table.register(aten._grouped_mm)
+def grouped_mm(call: PaddedCall) -> PaddedValue:
+    """A product for each group of rows, which end where `offs` says: no group has the padding, so nothing reads it."""
+    x, weights, ends = call["self"], call["mat2"], call.get("offs")
+    if x.dim() != 2 or weights.dim() != 3 or x.is_padded(1) or weights.padded_dims or ends is None or ends.padded_dims:
+        raise refuse(call, "it has padding elsewhere than in the rows of its groups")
+    x = with_factors(x, 0, padded_dim(x.shape[0], size_of(x.dims[0])))
+    return result(call.dense({"self": x.dense}), [x.dims[0], weights.dims[2]], call.sizes())
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:

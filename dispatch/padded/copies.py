@@ -11,7 +11,7 @@ from subtensors.dispatch.padded.padded_size import PaddedSize, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import bucket_of, merged, padded_dim, static, static_dims, with_dim
 from subtensors.dispatch.sizes.expressions import added, multiplied
 
 aten = torch.ops.aten
@@ -142,12 +142,7 @@ def repeat_interleave(call: PaddedCall) -> PaddedValue:
     else:
         d = call["dim"] % x.dim()
     out = call.dense({"output_size": None})
-    if not x.is_padded(d):
-        return result(out, with_dim(x.dims, d, (static(out.shape[d]),)), x.sizes, x.fill)
-    size = prefix_size(x, d)
-    if size.has(rows_symbol()):
-        raise refuse(call, "it repeats the rows of a ragged batch")
-    return result(out, with_dim(x.dims, d, padded_dim(out.shape[d], multiplied(size, count))), x.sizes, x.fill)
+    return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(count)])), x.sizes, x.fill)
 
 
 @table.register(aten.rot90)

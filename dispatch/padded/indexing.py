@@ -19,7 +19,8 @@ from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe, pointwise
 from subtensors.dispatch.padded.positions import check_bounds, counted_from_start, flattened, in_bucket, ranks
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, is_prefix, static_dims
+from subtensors.dispatch.padded.regrouping import with_factors
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, is_prefix, size_of, static_dims
 
 aten = torch.ops.aten
 
@@ -148,6 +149,9 @@ def index_write(call: PaddedCall) -> PaddedValue:
     source = call.get("source")
     factors = index.dims[0] if index.dim() else static_dims([1])[0]
     if isinstance(source, PaddedValue) and source.dim():
+        if index.dim() and len(index.dims[0]) != len(source.dims[d]) and size_of(factors) == size_of(source.dims[d]):
+            index = with_factors(index, 0, source.dims[d])
+            factors = index.dims[0]
         factors = broadcast_dim([factors, source.dims[d]], call.sizes())
         for e in range(x.dim()):
             if e != d:

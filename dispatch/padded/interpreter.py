@@ -34,9 +34,11 @@ from torch._ops import OpOverload
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_size import PaddedSize
+from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, unpadded_value
+from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.torch_internals.ops import schema_of
 
@@ -168,7 +170,7 @@ def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
 def run_call(call: PaddedCall) -> PyTree:
     """Run the rule for a call; see `run`."""
     op = call.op
-    if not any(x.padded_dims for x in call.values):
+    if not any(x.padded_dims for x in call.values) and not tree_has(PaddedSize, call.arguments):
         out = tree_map_only(Tensor, unpadded_value, call.dense())
         return _mark_views(out, call) if op_class(op) is OpClass.VIEW else out
     rule = table.resolved.get(op) or table.lookup(op)
@@ -177,6 +179,8 @@ def run_call(call: PaddedCall) -> PyTree:
         tracker.uses += 1
     try:
         results = rule(call)
+    except ScatteredDim as error:
+        return run_call(_with_regrouped(call, error))
     except RuleError as error:
         if str(error).startswith(_REFUSED):
             raise
@@ -192,6 +196,19 @@ def run_call(call: PaddedCall) -> PyTree:
         if is_view:
             results = _track_view_gradients(results, call)
     return _mark_views(results, call) if is_view else results
+
+
+def _with_regrouped(call: PaddedCall, scattered: ScatteredDim) -> PaddedCall:
+    """Return a call whose rule found valid positions scattered, with that operand copied to where they lie as asked."""
+    x = scattered.value
+    if not any(value is x for value in call.values):
+        raise refuse(call, str(scattered))
+    try:
+        new = with_factors(x, scattered.dim, scattered.factors)
+    except UnsupportedCall as error:
+        raise refuse(call, f"{scattered}, and {error}") from error
+    arguments = tree_map_only(PaddedValue, lambda value: new if value is x else value, call.arguments)
+    return PaddedCall(call.op, (), arguments)
 
 
 def _track_view_gradients(results: PyTree, call: PaddedCall) -> PyTree:

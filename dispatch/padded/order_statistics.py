@@ -18,9 +18,17 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, reduced_result, result, unpadded_value
+from subtensors.dispatch.padded.padded_value import (
+    PaddedValue,
+    ScatteredDim,
+    host_sizes,
+    reduced_result,
+    result,
+    unpadded_value,
+)
+from subtensors.dispatch.padded.positions import ranks
 from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
-from subtensors.dispatch.sizes.dim_factors import is_prefix, static_dims
+from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 
 aten = torch.ops.aten
@@ -28,12 +36,16 @@ aten = torch.ops.aten
 
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    if not is_prefix(x.dims[d]):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+    rank = None if is_prefix(x.dims[d]) else ranks(call, x, d)
+    if rank is not None and x.sizes is not None and x.sizes.rows is not None:
+        raise refuse(call, "the sorted positions of a flattened dim would be of rows of different lengths")
     dtype = x.dense.dtype
     last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
-    return x.like(values).gradient_masked(), x.like(positions)
+    if rank is None:
+        return x.like(values).gradient_masked(), x.like(positions)
+    dims = with_dim(x.dims, d, padded_dim(x.shape[d], size_of(x.dims[d])))
+    return result(values, dims, x.sizes).gradient_masked(), result(rank[positions] - 1, dims, x.sizes)
 
 
 @table.register(aten.sort, aten.argsort, aten.msort)
@@ -48,6 +60,18 @@ def sort(call: PaddedCall) -> PyTree:
     values, positions = sort_valid_first(call, x, d, bool(call.get("descending", False)))
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
+
+
+@table.register(aten.histc)
+def histc(call: PaddedCall) -> PaddedValue:
+    """Count the valid elements in each bin; padding is beyond the last one."""
+    x: PaddedValue = call["self"]
+    low, high = call["min"], call["max"]
+    if low == high:
+        raise refuse(call, "its bins depend on values")
+    if max_value(x.dense.dtype) <= high:
+        raise refuse(call, "no number of its dtype is beyond its bins")
+    return unpadded_value(call.dense({"self": x.filled(high + 1)}))
 
 
 @table.register(aten.topk)
@@ -117,7 +141,7 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     if sequence.dim() > 1 or call.get("sorter") is not None:
         raise refuse(call, "each row of the sequence has its own values")
     if not is_prefix(sequence.dims[0]):
-        raise refuse(call, "the padding of a flattened dim lies between its values")
+        raise ScatteredDim(sequence, 0)
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():

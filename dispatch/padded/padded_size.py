@@ -8,6 +8,8 @@ such numbers; any other call that gets one runs at the true sizes.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.tree import PyTree, tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
     Size,
@@ -74,6 +76,18 @@ class PaddedSize(int):
             raise UnsupportedCall(f"the size {self.size} differs from row to row, and no dim says which is whose")
         return value
 
+    def at(self, host: Mapping[sympy.Symbol, HostSize]) -> HostSize:
+        """The number at other true sizes; one for each row where they differ.
+
+        Args:
+            host: the value of every symbol.
+        """
+        values = tuple(host[symbol] for symbol in self.sizes.symbols)
+        sizes = TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values)
+        if not self.sizes.is_ragged(self.size):
+            return value_at(self.size, sizes.assignment(row=0))
+        return tuple(value_at(self.size, sizes.assignment(row)) for row in range(self.sizes.rows or 0))
+
     def on_host(self, row: int | None = None) -> int:
         """The true number; waits for the device where the host doesn't know it."""
         return value_at(self.size, self.sizes.assignment(row))
@@ -111,6 +125,39 @@ def _by_number(name: str, combined: Callable[[Size, int], Size]) -> Callable[[Pa
     return method
 
 
+def _comparing(name: str) -> Callable[[PaddedSize, object], object]:
+    """Return the comparison of `int` with this name, which is that of the true sizes where the other is padded too."""
+    plain: Callable[[int, object], bool] = getattr(int, name)
+
+    def method(self: PaddedSize, other: object) -> object:
+        if not isinstance(other, PaddedSize) or other.size == self.size:
+            return plain(self, other)
+        outcomes = _outcomes(self, other, plain)
+        if len(outcomes) == 1:
+            return outcomes.pop()
+        raise UnsupportedCall(f"a branch compares the sizes {self.size} and {other.size}, which true sizes decide")
+
+    method.__name__ = name
+    return method
+
+
+def _outcomes(a: PaddedSize, b: PaddedSize, compare: Callable[[int, object], bool]) -> set[bool]:
+    """Return the outcomes that a comparison has at the true sizes or, where the host doesn't know them, may have."""
+    sizes = a.sizes if b.sizes is a.sizes else merge_sizes([a.sizes, b.sizes])
+    assert sizes is not None
+    if sizes.known_on_host:
+        each = [sizes.assignment(row) for row in range(sizes.rows or 1)]
+        return {compare(value_at(a.size, one), value_at(b.size, one)) for one in each}
+    symbols, buckets = _ranges(a.size - b.size, sizes)
+    if len(symbols) != 1 or not buckets or not a.size.free_symbols | b.size.free_symbols <= {*symbols}:
+        return {compare(int(a), int(b))}
+    points = [{symbols[0]: n} for n in range(buckets[0] + 1)]
+    pairs = [(value_at(a.size, point), value_at(b.size, point)) for point in points]
+    return {compare(m, n) for m, n in pairs if m >= 0 and n >= 0}
+
+
+for _name in "__lt__ __le__ __gt__ __ge__".split():
+    setattr(PaddedSize, _name, _comparing(_name))
 for _name, _combined in {
     "__add__": added,
     "__radd__": added,
@@ -124,6 +171,9 @@ for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.ite
     setattr(PaddedSize, _name, _by_number(_name, _divided))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
 
+
+_LARGEST_GRID = 2**16
+"""The most pairs of sizes at which two expressions are compared."""
 
 text_of = functools.lru_cache(4096)(str)
 """The text of an expression."""
@@ -199,13 +249,28 @@ def least(size: Size, sizes: TrueSizes | None) -> int:
     return min(values)
 
 
-def is_same(a: Size, b: Size, sizes: TrueSizes | None) -> bool:
-    """Return whether two expressions are equal at all true sizes of the buckets."""
+def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
+    """Return whether two sizes are equal at all true sizes of the buckets."""
     if a == b:
         return True
-    difference = a - b
-    values = _values(difference, *_ranges(difference, sizes))
-    return values is not None and len(difference.free_symbols) < 2 and not any(values)
+    symbols = tuple(sorted(a.free_symbols | b.free_symbols, key=str))
+    if sizes is None or not set(symbols) <= set(sizes.symbols):
+        return False
+    return _is_same(a, b, symbols, tuple(sizes.buckets[sizes.symbols.index(symbol)] for symbol in symbols))
+
+
+@functools.lru_cache(4096)
+def _is_same(a: Size, b: Size, symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...]) -> bool:
+    import sympy
+
+    # Grids of two sizes have a limit, and more symbols than that stay unknown.
+    if len(symbols) > 2 or (len(symbols) == 2 and math.prod(buckets) > _LARGEST_GRID):
+        return False
+    both = sympy.lambdify(symbols, (a, b), modules=[{"Max": max, "Min": min}, "math"], dummify=True)
+    pairs = (both(*point) for point in itertools.product(*(range(bucket + 1) for bucket in buckets)))
+    # Sizes that are negative are errors without padding.
+    possible = [m == n for m, n in pairs if m >= 0 and n >= 0]
+    return bool(possible) and all(possible)
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:

@@ -27,6 +27,7 @@ from subtensors.dispatch.sizes.dim_factors import (
     bucket_of,
     is_padded,
     merged,
+    padded_dim,
     size_of,
     static,
     static_dims,
@@ -299,14 +300,29 @@ def _of_one_row(dims: Sequence[Factors]) -> tuple[Factors, ...]:
     return tuple(own if d == at else factors or (static(1),) for d, factors in enumerate(without))
 
 
+class ScatteredDim(UnsupportedCall):
+    """A dim whose valid positions must lie in another way: come first, where it was flattened from several dims.
+
+    Args:
+        value: a value.
+        dim: the dim.
+        factors: those of the other way; by default one in which the valid positions come first.
+    """
+
+    def __init__(self, value: PaddedValue, dim: int, factors: Factors = ()) -> None:
+        super().__init__(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
+        self.value, self.dim = value, dim
+        self.factors = factors or padded_dim(value.shape[dim], size_of(value.dims[dim]))
+
+
 def prefix_size(value: PaddedValue, dim: int) -> Size:
     """Return the true size of a dim whose valid positions come first.
 
     Raises:
-        UnsupportedCall: the valid positions lie scattered, as after a flatten.
+        ScatteredDim: the valid positions lie scattered, as after a flatten.
     """
     if len(value.dims[dim]) != 1:
-        raise UnsupportedCall(f"dim {dim} was flattened from several dims and its valid positions lie scattered in it")
+        raise ScatteredDim(value, dim)
     return value.dims[dim][0].size
 
 

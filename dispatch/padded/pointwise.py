@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,13 +12,19 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, masked_gradient, result
+from subtensors.dispatch.padded.padded_size import is_same
+from subtensors.dispatch.padded.padded_value import (
+    EDGE_FILL,
+    FINITE_FILL,
+    Fill,
+    PaddedValue,
+    ScatteredDim,
+    masked_gradient,
+    result,
+)
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
-
-if TYPE_CHECKING:
-    import sympy
 
 # f(0) == 0 in every dtype, with the other arguments at their defaults.
 _KEEPS_ZERO = frozenset(
@@ -115,10 +120,21 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
     """Return the dims of a broadcast result, and the true sizes behind them.
 
     Raises:
+        ScatteredDim: one is flattened there, and another one isn't.
         UnsupportedCall: two operands have different true sizes along one dim.
     """
     sizes = merge_sizes([x.sizes for x in operands if x.sizes is not None])
-    return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.key), sizes
+    try:
+        return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.key), sizes
+    except UnsupportedCall:
+        # One may be flattened and another one not, of the same true size.
+        for back in range(1, max(x.dim() for x in operands) + 1):
+            along = [x for x in operands if x.dim() >= back and x.is_padded(-back) and x.shape[-back] > 1]
+            chosen = max((x.dims[-back] for x in along), key=len, default=())
+            for x in along:
+                if len(x.dims[-back]) < len(chosen) and is_same(size_of(x.dims[-back]), size_of(chosen), sizes):
+                    raise ScatteredDim(x, x.dim() - back, chosen) from None
+        raise
 
 
 @functools.lru_cache(4096)
@@ -164,23 +180,7 @@ def same_factors(a: Factors, b: Factors, sizes: SizeKey | TrueSizes | None) -> b
     """Return whether two dims are valid at the same positions, whatever the true sizes are."""
     if [f.bucket for f in a] != [f.bucket for f in b] or sizes is None:
         return False
-    return all(_same_size(f.size, g.size, sizes.symbols, sizes.buckets) for f, g in zip(a, b, strict=True))
-
-
-@functools.cache
-def _same_size(a: sympy.Expr, b: sympy.Expr, symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...]) -> bool:
-    if a == b:
-        return True
-    free = list((a - b).free_symbols)
-    if len(free) != 1 or free[0] not in symbols:
-        return False
-    import sympy
-
-    # A symbol has only as many values as its bucket. Those that make a size negative are errors without padding.
-    both = sympy.lambdify(free, (a, b), modules=[{"Max": max, "Min": min}, "math"], dummify=True)
-    values = [both(n) for n in range(buckets[symbols.index(free[0])] + 1)]
-    possible = [m == n for m, n in values if m >= 0 and n >= 0]
-    return bool(possible) and all(possible)
+    return all(is_same(f.size, g.size, sizes) for f, g in zip(a, b, strict=True))
 
 
 def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:

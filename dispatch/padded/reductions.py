@@ -18,7 +18,7 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, known_sizes, reduced_result
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim, known_sizes, reduced_result
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -277,8 +277,9 @@ def _padded_among(x: PaddedValue, dims: Sequence[int]) -> bool:
 
 
 def _require_prefix(call: PaddedCall, x: PaddedValue, dims: Sequence[int]) -> None:
-    if not all(is_prefix(x.dims[d]) for d in dims):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+    scattered = next((d for d in dims if not is_prefix(x.dims[d])), None)
+    if scattered is not None:
+        raise ScatteredDim(x, scattered)
 
 
 def _kept(out: Tensor, reduced: Sequence[int], keepdim: bool) -> Tensor:

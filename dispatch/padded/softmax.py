@@ -10,8 +10,9 @@ from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
+from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim, result
+from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
@@ -39,6 +40,16 @@ def softmax(call: PaddedCall) -> PaddedValue:
     return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
 
 
+@table.register(aten._softmax_backward_data, aten._log_softmax_backward_data)
+def softmax_backward(call: PaddedCall) -> PaddedValue:
+    """The gradient of a softmax, which autograd functions of a user's own ask for; padding adds nothing to its sum."""
+    gradient, output = call["grad_output"], call["output"]
+    dims, sizes = broadcast([gradient, output])
+    d = call["dim"] % max(output.dim(), 1)
+    out = call.dense({"grad_output": gradient.filled(0, [d]), "output": output.filled(0, [d])})
+    return result(out, dims, sizes).gradient_masked()
+
+
 SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {
     aten.cumsum: lambda dtype: 0,
     aten.cumprod: lambda dtype: 1,
@@ -57,7 +68,7 @@ def scan(call: PaddedCall) -> PyTree:
     if x.dim() == 0 or not x.is_padded(d):
         return tree_map_only(Tensor, x.like, call.dense())
     if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+        raise ScatteredDim(x, d)
     out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
     return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_size import (
@@ -22,6 +24,7 @@ from subtensors.dispatch.padded.padded_size import (
 )
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.regrouping import regrouped
 from subtensors.dispatch.padded.size_bounds import as_traced_size, selected_at_size, sliced_at_sizes
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
@@ -48,11 +51,23 @@ def reshape(call: PaddedCall) -> PaddedValue:
     shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "an empty tensor doesn't determine the dims of its sizes")
-    out = result(call.dense(), _reshaped(x.dims, tuple(map(int, shape))), x.sizes, x.fill)
-    for factors, size in zip(out.dims, shape, strict=True):
+    try:
+        dims = _reshaped(x.dims, tuple(map(int, shape)))
+    except RuleError as error:
+        return _regrouped(call, x, shape, error)
+    for factors, size in zip(dims, shape, strict=True):
         if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes_with(x.sizes, size)):
-            raise refuse(call, f"the size {size.size} is asked for a dim of true size {size_of(factors)}")
-    return out
+            reason = refuse(call, f"the size {size.size} is asked for a dim of true size {size_of(factors)}")
+            return _regrouped(call, x, shape, reason)
+    return result(call.dense(), dims, x.sizes, x.fill)
+
+
+def _regrouped(call: PaddedCall, x: PaddedValue, shape: Sequence[int], reason: RuleError) -> PaddedValue:
+    """Gather what no view of the storage holds; where that can't be done either, raise the reason why no view does."""
+    try:
+        return regrouped(x, shape)
+    except UnsupportedCall as error:
+        raise refuse(call, f"{reason}; {error}") from None
 
 
 @functools.lru_cache(4096)

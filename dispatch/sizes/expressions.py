@@ -142,11 +142,12 @@ def remainder(size: Size | int, by: int) -> Size:
     """The remainder of a size divided by `by`, as in Python.
 
     >>> remainder(size_symbol("seq") + 4, 4)
-    Mod(seq, 4)
+    seq - 4*floor(seq/4)
     """
     import sympy
 
-    return sympy.Mod(size, by)
+    # Not as a Mod, which sympy prints into code without the parentheses that a product with it needs.
+    return sympy.expand(size - by * floor_divided(size, by))
 
 
 @_memoized

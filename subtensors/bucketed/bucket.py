@@ -31,7 +31,9 @@ from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
 from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
+from subtensors.padded.fallback import refusing_fallbacks
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
+from subtensors.padded.sized_plain_calls import SizedPlainCalls
 
 if TYPE_CHECKING:
     import sympy
@@ -204,9 +206,15 @@ class Bucket:
             else:
                 leaves[source.leaf] = static
         versions = [static._version for static in statics]
-        outputs = Outputs.of(self.call(leaves), list(self.uncopied.values()))
+        outputs = Outputs.of(self.call_program(leaves), list(self.uncopied.values()))
         self.written_inputs |= {i for i, v in enumerate(versions) if statics[i]._version != v}
         return outputs
+
+    def call_program(self, leaves: Sequence[PyTree]) -> PyTree:
+        """Call the program on padded leaves."""
+        # What is to be a graph is refused where the graph would be, so that the program itself answers from the start.
+        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None):
+            return self.call(leaves)
 
     def _run(self, host: HostSizes | None) -> Outputs:
         if self.compiled is not None:

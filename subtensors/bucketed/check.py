@@ -163,7 +163,7 @@ class Checker:
         ran_padded = bucket.statistics.calls > calls
         if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
             return result, self._report(sizes, reason)
-        difference = self._compare(bucket, leaves, expected, result)
+        difference = self._compare(bucket, leaves, expected, result, before)
         if not difference and not (isinstance(bucket, TrainedBucket) and bucket.is_differentiable):
             return result, CheckReport(sizes)
         before.restore()
@@ -243,31 +243,41 @@ class Checker:
         written: Mapping[str, Tensor],
         unit: float = 0.0,
         direction: int = 0,
+        keeps_graph: bool = False,
     ) -> Observed:
         inputs: dict[str, Tensor] = {}
         if torch.is_grad_enabled():
             given = {place: x for place, x in zip(self._places, leaves, strict=True) if isinstance(x, Tensor)}
             inputs = {name: t for name, t in (given | self._named()).items() if t.requires_grad}
-        return observe(result, leaves, inputs, written, unit, direction)
+        return observe(result, leaves, inputs, written, unit, direction, keeps_graph)
 
-    def _compare(self, bucket: Bucket, leaves: Sequence[PyTree], expected: Expected, result: PyTree) -> str:
+    def _compare(
+        self, bucket: Bucket, leaves: Sequence[PyTree], expected: Expected, result: PyTree, start: Snapshot
+    ) -> str:
         """Return the first difference between a bucket's result and the plain program's, or ""."""
         assert expected.observed is not None
         self.checked += 1
-        got = self._observe(result, leaves, expected.written)
+        got = self._observe(result, leaves, expected.written, keeps_graph=bool(bucket.no_graph_reason))
         unit = unit_in_the_last_place([*self._state.tensors(), *leaves])
 
         def moved_run(direction: int) -> Observed | None:
-            return self._run_moved(bucket, leaves, expected.written, unit, direction)
+            return self._run_moved(bucket, leaves, expected.written, unit, direction, start)
 
         return first_difference(got, expected.observed, unit, moved_run)
 
     def _run_moved(
-        self, bucket: Bucket, leaves: Sequence[PyTree], written: Mapping[str, Tensor], unit: float, direction: int
+        self,
+        bucket: Bucket,
+        leaves: Sequence[PyTree],
+        written: Mapping[str, Tensor],
+        unit: float,
+        direction: int,
+        start: Snapshot,
     ) -> Observed | None:
-        """Run the plain program with parameters and arguments moved by a unit; None if that raises."""
+        """Run the plain program with parameters and arguments moved by a unit from the start; None if that raises."""
         parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
         before = self.snapshot(bucket, leaves, parameters)
+        start.restore()
         try:
             given = [x if isinstance(x, READ_IN_PLACE) else _moved_leaf(x, unit, direction) for x in leaves]
             with torch.no_grad(), autograd.without_version_bumps(parameters):

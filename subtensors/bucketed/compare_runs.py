@@ -42,6 +42,7 @@ def observe(
     written: Mapping[str, Tensor],
     unit: float = 0.0,
     seed: int = 0,
+    keeps_graph: bool = False,
 ) -> Observed:
     """Copy what a run computed.
 
@@ -52,6 +53,7 @@ def observe(
         written: the tensors that the program may have written to, by name.
         unit: how far the cotangents are moved, as a fraction of each.
         seed: chooses the direction in which they are moved.
+        keeps_graph: leave the autograd graph of the results to the caller.
     """
     opened = flatten_result_objects(result, {id(x) for x in given})
     results = {f"{RESULT}{pytree.keystr(path)}": x for path, x in pytree.tree_flatten_with_path(opened)[0]}
@@ -61,7 +63,8 @@ def observe(
         cotangents = [moved(_random_like(root, 0), unit, seed) for root in roots]
         # On this thread, which holds the runner's lock: the backward of a replay takes it, too.
         with torch.autograd.set_multithreading_enabled(False):
-            found = torch.autograd.grad(roots, [*inputs.values()], cotangents, allow_unused=True)
+            wanted = [*inputs.values()]
+            found = torch.autograd.grad(roots, wanted, cotangents, retain_graph=keeps_graph, allow_unused=True)
         observed |= {f"{GRADIENT}{name}": _copy(g) for name, g in zip(inputs, found, strict=True)}
     return observed | {f"{WRITTEN}{name}": _copy(t) for name, t in written.items()}
 

@@ -80,6 +80,8 @@ class Generation(Generic[P]):
         self._active_cache: object = None
         """The cache of the current call."""
         self._cached_tokens = 0
+        self._contexts = ExitStack()
+        """What ends with the current call."""
         self._no_graph_reason = ""
         """The reason why a part of a call has no graph, or ""; later calls don't try again."""
         one_or_more = Sizes(sorted({1, *seq.buckets}))
@@ -96,7 +98,9 @@ class Generation(Generic[P]):
             new = Dim(seq.name, max=seq.max, min=1, buckets=one_or_more)
             dims = {"input_ids": {1: new}, "attention_mask": {2: new}, "position_ids": {1: new}}
         self._tokens = next(iter(dims))
-        self.programs["decoder"] = make(model.forward, _accepted_dims(model, dims))
+        self._dims = _accepted_dims(model, dims)
+        self._make: Callable[[Mapping[str, object]], P] = functools.partial(make, model.forward)
+        self.programs["decoder"] = self._make(self._dims)
         # `generate` reads the model's parameters from the signature.
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
 
@@ -160,6 +164,7 @@ class Generation(Generic[P]):
         cache.reset()
         self._active_cache, self._cached_tokens = cache, 0
         with ExitStack() as contexts:
+            self._contexts = contexts
             contexts.enter_context(_replaced_forward(self.model, self._forward))
             if "encoder" in self.programs:
                 contexts.enter_context(_replaced_forward(self._encoder, self.programs["encoder"]))
@@ -201,7 +206,16 @@ class Generation(Generic[P]):
         self._cached_tokens += kwargs[self._tokens].shape[1]
         if self._cached_tokens > self.length:
             raise SizeError(f"the text got longer than {self.length}; raise max in st.Dim({self.seq.name!r}, ...)")
-        return self.programs["decoder"](*args, **kwargs)
+        return self._decoder(kwargs)(*args, **kwargs)
+
+    def _decoder(self, kwargs: Mapping[str, PyTree]) -> P:
+        """Return the program for a call: a mask of the cache alone, as BLOOM's, has no dim of new tokens."""
+        lacking = [name for name, dims in self._dims.items() if _lacks(kwargs.get(name), dims)]
+        name = " without ".join(["decoder", *lacking])
+        if name not in self.programs:
+            self.programs[name] = self._make({key: dims for key, dims in self._dims.items() if key not in lacking})
+            self._contexts.enter_context(self.programs[name].settled())
+        return self.programs[name]
 
     def release(self) -> None:
         """Drop graphs and caches."""
@@ -238,6 +252,11 @@ def _accepted_dims(module: Any, dims: dict[str, dict[int, Dim]]) -> dict[str, di
     """Return the entries of `dims` whose arguments the module's forward takes."""
     names = inspect.signature(module.forward).parameters
     return {name: given for name, given in dims.items() if name in names}
+
+
+def _lacks(x: PyTree, dims: Mapping[int, Dim]) -> bool:
+    """Return whether an argument is a tensor without one of these dims."""
+    return isinstance(x, Tensor) and x.dim() <= max(dims)
 
 
 @contextmanager

@@ -218,7 +218,8 @@ class Bucketed(Reports):
         call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
         tensors = iter(ReplayFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
         bucket.count_call(cached.elements, is_hit=True)
-        return outputs.rebuild([next(tensors) if isinstance(x.value, Tensor) else x.value for x in outputs.leaves])
+        leaves = [next(tensors) if isinstance(x.value, Tensor) else x.cut(spec.host)() for x in outputs.leaves]
+        return outputs.rebuild(leaves)
 
     def _fall_back(self, reason: str, error: Exception | None, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the program at its true sizes; an error of its own is raised as it is, without a word about graphs."""

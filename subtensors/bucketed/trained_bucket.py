@@ -33,7 +33,7 @@ from subtensors.bucketed.state.side_effects import SideEffects, TrainingDetector
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.kernels.graph_inputs.inputs import InputLoader
@@ -151,8 +151,8 @@ class TrainedBucket(Bucket):
         if self.written_inputs:
             raise NotDifferentiable("it writes to its arguments")
         for leaf in outputs.leaves:
-            if leaf.rows is not None or any(len(factors) > 1 for factors in leaf.dims or ()):
-                raise NotDifferentiable("a result is a ragged batch, or flattened: its gradients have no one shape")
+            if leaf.rows is not None:
+                raise NotDifferentiable("a result is a ragged batch: its gradients have no one shape")
 
     def check_leaves(self, leaf_ids: set[int], aliases: Iterable[Tensor]) -> None:
         """Raise NotDifferentiable if a leaf would get no gradient.
@@ -211,7 +211,7 @@ class TrainedBucket(Bucket):
         # A backward of the program's own is on this thread, as in the capture: compiled code that it runs is compiled
         # for the settings of a thread.
         with torch.autograd.set_multithreading_enabled(False):
-            result = flatten_result_objects(self.call(padded), set(map(id, self.uncopied.values())))
+            result = flatten_result_objects(self.call_program(padded), set(map(id, self.uncopied.values())))
             results, structure = pytree.tree_flatten(result)
             with unwatched():
                 found = cut_and_copy_aliases(results, [*self.state.tensors(), *leaves, *self.callers_tensors()])
@@ -349,11 +349,11 @@ class TrainedBucket(Bucket):
                 static.zero_()
                 continue
             dims = self.outputs.leaves[at].dims or ()
-            sizes = [size_on_host(size_of(factors), one_size_each) for factors in dims] or [0]
+            sizes = [[size_on_host(factor.size, one_size_each) for factor in factors] for factors in dims]
             load = self._root_loads.get(at)
             if load is None:
                 load = self._root_loads[at] = _root_load(static, dims)
-            load([gradient.to(static.dtype)], tuple(sizes))
+            load([_unflattened(gradient.to(static.dtype), sizes)], tuple(n for each in sizes for n in each) or (0,))
         if self.backward_graph is not None:
             self.backward_graph.replay()
         else:
@@ -392,6 +392,16 @@ class TrainedBucket(Bucket):
 
 def _root_load(static: Tensor, dims: Sequence[Factors]) -> InputLoader:
     """Return the `InputLoader` that copies a result's gradient to where the backward reads it, zero-padded."""
-    size_index = tuple(i if is_padded(factors) else -1 for i, factors in enumerate(dims)) or (-1,) * static.dim()
-    unread = torch.zeros(max(len(dims), 1), dtype=torch.int64, device=static.device)
+    static = _unflattened(static, [[factor.bucket for factor in factors] for factors in dims])
+    factors = [factor for dim in dims for factor in dim]
+    size_index = tuple(-1 if factor.is_static else i for i, factor in enumerate(factors)) or (-1,) * static.dim()
+    unread = torch.zeros(max(len(factors), 1), dtype=torch.int64, device=static.device)
     return InputLoader([static], [size_index], unread)
+
+
+def _unflattened(t: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return a view of a tensor with a dim for each factor, given their sizes for each of its dims."""
+    for d in reversed(range(len(sizes))):
+        if len(sizes[d]) > 1:
+            t = t.unflatten(d, sizes[d])
+    return t

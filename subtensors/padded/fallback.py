@@ -7,9 +7,11 @@ tensor of its true size.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -43,6 +45,28 @@ RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
 """Functions that access their first argument's memory directly, so that their writes do not change its version."""
 
 
+class _FallbackState(threading.local):
+    is_refused = False
+
+
+_state = _FallbackState()
+
+
+@contextlib.contextmanager
+def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
+    """Refuse calls without a rule inside the context, as a graph capture does, though true sizes may be known.
+
+    Args:
+        is_refused: False leaves such calls to the unpadded data.
+    """
+    before = _state.is_refused
+    _state.is_refused = is_refused
+    try:
+        yield
+    finally:
+        _state.is_refused = before
+
+
 def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, reason: Exception) -> PyTree:
     """Run a function on the unpadded data of its PaddedTensors.
 
@@ -57,6 +81,8 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
     Raises:
         RuleError: the true sizes are unknown, as in a compiler, or differ from row to row.
     """
+    if _state.is_refused:
+        raise reason
     leaves, spec = tree_flatten((args, kwargs))
     padded = {i: x for i, x in enumerate(leaves) if isinstance(x, PaddedTensor)}
     given = find_sizes(leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
-from subtensors.dispatch.sizes.dim_factors import bucket_of
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded, unwrap
 from subtensors.padded.views import check_no_plain_views, refresh_copies
@@ -59,7 +59,12 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
             target.copy_(new.dense) if target.shape == new.shape else target.resize_(new.shape).copy_(new.dense)
         return
     if new.dims != target._dims and new.padded_dims:
-        raise RuleError(f"in place, a PaddedTensor keeps its true sizes: it has {target._dims}, the result {new.dims}")
+        if target._view or not _are_filled_in(target._dims, new.dims):
+            raise RuleError(
+                f"in place, a PaddedTensor keeps its true sizes: it has {target._dims}, the result {new.dims}"
+            )
+        # A dim of the bucket's size that nothing had said the true size of, as of a table that Python made.
+        target._dims, target._sizes, target._fill = new.dims, new.sizes, None
     mask = unwrap(target).mask()
     dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense.detach())
     value = replace(unwrap(target), dense=dense, tracker=None)
@@ -83,6 +88,12 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
         else:
             target._dense.copy_(dense)
     refresh_copies(target)
+
+
+def _are_filled_in(dims: Sequence[Factors], new: Sequence[Factors]) -> bool:
+    """Return whether new dims are the same ones, but for static ones of the bucket's size, which are padded now."""
+    same_shape = tuple(map(bucket_of, dims)) == tuple(map(bucket_of, new))
+    return same_shape and all(a == b or not is_padded(a) for a, b in zip(dims, new, strict=True))
 
 
 def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: PaddedValue) -> None:

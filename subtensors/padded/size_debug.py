@@ -63,6 +63,13 @@ class WatchedSize(PaddedSize):
         if active_modes:
             warn_at_caller(f"{operation} with {int(self)}, {self.dim}, not its true size: use x.count(dim)")
 
+    def __bool__(self) -> bool:
+        """Return whether the bucket's number is not zero, with a warning where the true one would decide otherwise."""
+        is_own = str(sys._getframe(1).f_globals.get("__name__")).startswith("subtensors.")
+        if not is_own and active_modes and self.decides_otherwise(int.__ne__, 0):
+            self.warn("a branch")
+        return int(self) != 0
+
     def decides_otherwise(self, comparison: Callable[[int, object], object], other: object) -> bool:
         """Return whether a comparison of the true size, where the host knows it, has another outcome."""
         sizes = [self.sizes, *([other.sizes] if isinstance(other, PaddedSize) else [])]

@@ -17,8 +17,10 @@ from torch.nn import functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
+from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.resampling import resampled
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -92,6 +94,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
         RuleError: no rule takes the size.
     """
     name = getattr(func, "__name__", "")
+    if func is functional.interpolate:
+        return _resampled(*args, **kwargs)
     if args and isinstance(args[0], PaddedTensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
@@ -103,8 +107,6 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             return _run(SHAPE_OPS[func], args, kwargs)
         if func in OPS:
             return _run(OPS[func], args, kwargs)
-    if func is functional.interpolate:
-        return _interpolated(*args, **kwargs)
     is_plain_pool = {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1})
     if (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2 and is_plain_pool:
         pooled = _pooled_over_all(func, *args)
@@ -117,6 +119,28 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
 
 
+def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run a function that has a padded size among its arguments, and no PaddedTensor.
+
+    Returns:
+        The result; NotImplemented for a function that isn't known to take sizes.
+
+    Raises:
+        RuleError: no rule takes the size.
+    """
+    name = getattr(func, "__name__", "")
+    if func is Tensor.__getitem__:
+        return _indexed(*args)
+    if func in SHAPE_OPS:
+        listed = (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args
+        return _run(SHAPE_OPS[func], listed, kwargs)
+    if func in OPS:
+        return _run(OPS[func], args, kwargs)
+    if name in _VALUES or name.removesuffix("_") in _VALUES:
+        return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
+    return NotImplemented
+
+
 def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Sequence[int]) -> Tensor | None:
     """Pool the last dims over a window of their own sizes; None for another window."""
     count = WHOLE_MEANS.get(func) or WHOLE_MAXIMA[func]
@@ -127,6 +151,25 @@ def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Seque
         return x.mean([*range(-count, 0)], keepdim=True)
     # The gradient goes to one of several equal maxima, as in a pool.
     return x.flatten(-count).max(-1).values[(..., *[None] * count)]
+
+
+def _resampled(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: object = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Run `F.interpolate` to sizes of which some are padded, of any tensor."""
+    if size is None or scale_factor is not None:
+        raise RuleError("PaddedTensor has no rule for interpolate with a padded size and a factor")
+    listed = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
+    try:
+        return wrap_with_grad(resampled(_value(x), listed, mode, bool(align_corners), antialias))
+    except UnsupportedCall:
+        return _interpolated(x, size, mode=mode, align_corners=bool(align_corners), antialias=antialias)
 
 
 INTERPOLATIONS = {

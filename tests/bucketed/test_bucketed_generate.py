@@ -48,7 +48,12 @@ def prepared(model: Any, device: str) -> Any:
     return model.double().eval().to(device)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bart": bart}
+def bloom(device: str) -> Any:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    return prepared(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, **TOKENS)), device)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "bloom": bloom, "t5": t5, "bart": bart}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -81,7 +86,7 @@ def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: s
         check(model, run, ids, **WAYS[way])
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
-        check(model, run, ids, attention_mask=mask if name in ("gpt2", "llama") else mask.flip(1), **WAYS[way])
+        check(model, run, ids, attention_mask=mask if name in ("gpt2", "llama", "bloom") else mask.flip(1), **WAYS[way])
     assert model.forward == plain
     if (name, device) == ("bart", "cuda"):
         assert run.stats().fallbacks  # its decoder asks the device for a position, so that it has no graph
@@ -89,10 +94,10 @@ def test_prompts_of_every_length_are_continued_as_by_the_model(name: str, way: s
     for part in (run, *run.programs.values()):
         assert not part.stats().fallbacks
         assert not any(bucket.no_graph_reason for bucket in part.graph_cache.buckets.values())
-    buckets = run.programs["decoder"].stats().buckets
+    buckets = [b for part, program in run.programs.items() if part != "encoder" for b in program.stats().buckets]
     decode = [b for b in buckets if any(len(shape) == 2 and shape[1] == 1 for shape in b.shapes)]
-    # One graph for all prompts; of an encoder's output one a bucket, with a mask and without.
-    graphs, steps = (4, 6) if "encoder" in run.programs else (1, 5)
+    # One graph for all prompts, and one for BLOOM's masks; for encoded prompts one a bucket, with masks and without.
+    graphs, steps = (4, 6) if "encoder" in run.programs else (len(run.programs), 5)
     assert len(decode) == graphs
     assert sum(b.hits for b in decode) == 6 * steps - graphs
 

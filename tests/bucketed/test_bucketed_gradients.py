@@ -83,6 +83,24 @@ def test_gradients_of_cut_results_and_of_inputs(device: str) -> None:
     assert run.stats().hits == 3
 
 
+def test_gradients_of_flattened_results(device: str) -> None:
+    net = TiedEmbedding(device)
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = net.inner(x).softmax(1)
+        return hidden.flatten(0, 1), hidden.transpose(0, 1).reshape(-1, 3)
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (3, 6, 10, 2, 9):
+        x = torch.randn(2, n, 6, dtype=torch.float64, device=device, requires_grad=True)
+        wrt = [x, *net.inner.parameters()]
+        found, expected = run(x), program(x)
+        check(list(found), list(expected))
+        cotangents = [torch.randn_like(t.T).T for t in expected]
+        check(*[list(torch.autograd.grad(out, wrt, cotangents)) for out in (found, expected)])
+    assert (run.stats().hits, run.stats().fallbacks) == (3, {})
+
+
 def test_results_may_be_written_to(device: str) -> None:
     net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(net, DIMS)

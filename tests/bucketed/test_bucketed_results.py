@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_registered_containers_go_in_and_come_out(device: str) -> None:
     assert run.stats().hits == 2
     run(Box("b", box.parts))  # its context is part of the key
     assert run.stats().hits == 2
+
+
+@torch.no_grad()
+def test_sizes_come_back_as_the_true_ones(device: str) -> None:
+    def program(x: Tensor) -> Any:
+        box = SimpleNamespace(last=x[-1:], seen=x.shape[0] + 1)
+        return x.shape, [x[1:].shape[0] // 2], x.shape[0] - 30, box
+
+    run = st.bucketed(program, DIMS)
+    for n in (5, 20, 6, 5):
+        x = rows(n, device)
+        found, expected = run(x), program(x)
+        assert found[:3] == expected[:3]
+        assert found[3].seen == n + 1
+        assert torch.equal(found[3].last, expected[3].last)
+    assert not run.stats().fallbacks
 
 
 @torch.no_grad()

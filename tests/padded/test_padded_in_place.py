@@ -34,6 +34,37 @@ def test_an_op_in_place_preserves_padding_only_if_its_contents_are_known() -> No
     assert known.prod().item() == 6.0**3
 
 
+@pytest.mark.parametrize("records", [False, True], ids=["", "with gradients"])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)], ids=["one size", "ragged"])
+def test_a_sum_of_scores_gets_the_sizes_of_all_that_is_added(lengths: tuple[int, ...], records: bool) -> None:
+    # Relative positions, as models make them of a size, are a plain table of the bucket's size.
+    def scores(x: Any) -> Any:
+        n = x.shape[-2]
+        at = (torch.arange(n)[:, None] - torch.arange(n)).clamp(-1, 1) + 1
+        total = 0
+        total += (x @ x.new_ones(4, 3)).gather(-1, at.expand(*x.shape[:-1], n))
+        seen = total.sum(-2)
+        total += (x @ x.new_ones(4, 3)).gather(-1, at.expand(*x.shape[:-1], n)).transpose(-1, -2)
+        return total, seen.shape, total.softmax(-1) @ x
+
+    rows = [torch.randn(n, 4, dtype=torch.float64, requires_grad=records) for n in lengths]
+    with torch.set_grad_enabled(records):
+        padded = st.pad(rows, {0: SEQ}) if len({*lengths}) > 1 else st.pad(torch.stack(rows), {1: SEQ})
+        total, _, mixed = scores(padded)
+        for row, a, b in zip(rows, total.unpad(), mixed.unpad(), strict=True):
+            expected = scores(row)
+            torch.testing.assert_close((a, b), (expected[0], expected[2]))
+            if records:
+                found, want = (torch.autograd.grad(x.sin().sum(), row, retain_graph=True)[0] for x in (b, expected[2]))
+                torch.testing.assert_close(found, want)
+
+
+def test_a_view_keeps_its_sizes_in_place() -> None:
+    x = st.pad([torch.ones(5, 8), torch.ones(3, 8)], {0: SEQ})
+    with pytest.raises(st.RuleError, match="keeps its true sizes"):
+        x[:, :].add_(st.pad([torch.ones(5), torch.ones(3)], {0: SEQ})[:, None])
+
+
 def test_a_write_to_a_view_changes_its_base() -> None:
     x = st.pad(torch.zeros(2, 5), {1: SEQ}, value=7)
     x[:, :-1].fill_(1)

@@ -41,10 +41,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _model(name: str) -> nn.Module:
+def _model(name: str, experts: str = "eager") -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation(experts)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
     return model
@@ -59,8 +59,8 @@ def _outcome(model: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor) -> 
     return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def _check(name: str, run: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
-    model = _model(name)
+def _check(name: str, run: Callable[[nn.Module], Callable[[Tensor], Tensor]], experts: str = "eager") -> None:
+    model = _model(name, experts)
     padded = run(model)
     for n in (5, 5, 7):
         ids = torch.randint(0, 50, (2, n))
@@ -76,8 +76,9 @@ def test_experts_take_the_tokens_of_a_padded_batch(name: str) -> None:
     _check(name, lambda model: lambda ids: model(input_ids=st.pad(ids, {1: SEQ})).logits.unpad())
 
 
-def test_experts_take_the_tokens_of_a_ragged_batch() -> None:
-    model = _model("Mixtral")
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_experts_take_the_tokens_of_a_ragged_batch(experts: str) -> None:
+    model = _model("Mixtral", experts)
     rows = [torch.randint(0, 50, (n,)) for n in (3, 7, 5)]
     got = model(input_ids=st.pad(rows, {0: SEQ})).logits.unpad()
     for row, logits in zip(rows, got, strict=True):
@@ -87,6 +88,19 @@ def test_experts_take_the_tokens_of_a_ragged_batch() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_take_the_tokens_of_a_bucket(name: str) -> None:
     _check(name, lambda model: _logits_of(st.bucketed(model, {"input_ids": {1: SEQ}})))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_whose_weights_are_gathered_have_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, trained=True)
+    runs = []
+
+    def bucketed(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        runs.append(st.bucketed(model, {"input_ids": {1: SEQ}}))
+        return _logits_of(runs[-1])
+
+    _check(name, bucketed, "batched_mm")
+    assert not runs[0].stats().fallbacks
 
 
 @pytest.mark.parametrize("name", MODELS)

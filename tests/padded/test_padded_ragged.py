@@ -112,6 +112,8 @@ MOVES: dict[str, Program] = {
     "stack": lambda x: torch.stack([x, x * 2], 1),
     "repeat": lambda x: x.repeat(1, 2, 1),
     "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "repeat_interleave rows": lambda x: x.repeat_interleave(2, 0).view(x.shape[0], 2, *x.shape[1:]),
+    "repeat_interleave flattened": lambda x: x.reshape(-1, 3).repeat_interleave(2, 0).view(*x.shape[:2], 2, 3).sum(2),
     "pad": lambda x: F.pad(x, (0, 0, 1, 2), value=3.0),
     "cut by a pad": lambda x: F.pad(x, (0, 0, 0, -1)),
     "tril": lambda x: x.tril(),

@@ -32,6 +32,8 @@ LEAKS: dict[str, Callable[[Any], Any]] = {
     "len": lambda x: len(x.t()),
     "a comparison": lambda x: 1 if x.shape[1] > 6 else 0,
     "a comparison with zero": lambda x: 1 if x.shape[1] % 8 == 0 else 0,
+    "a branch": lambda x: 1 if x.shape[1] % 8 else 0,
+    "a loop": lambda x: [1 for _ in range(4) if not (x.shape[1] - 8)],
 }
 
 
@@ -57,6 +59,7 @@ def test_sizes_that_are_understood_do_not_warn() -> None:
         _ = x.sum() / x.count(1)
         _ = x / x.shape[1]
         _ = x[:, x.shape[1] // 2 :]
+        _ = 1 if x.shape[1] else 0, 1 if x.shape[1] % 3 else 0
         _ = x.shape[1] > 3, x.shape[1] == 9, x.shape == (2, 3)
 
 

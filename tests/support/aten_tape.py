@@ -41,6 +41,8 @@ class Tape(TorchDispatchMode):
         """What the ops made, in the memory that a replay writes to."""
         self._unknown = set(map(_memory, inputs))
         self._own: set[int] = set()
+        self._constants: set[int] = set()
+        """Memory of `torch.tensor(number)` and of what is made of such: beside a GPU that is on the host."""
         self.read: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, Tensor]] = {}
         """Memory from elsewhere, by its id: it, what it held before, and something that keeps it."""
 
@@ -51,7 +53,8 @@ class Tape(TorchDispatchMode):
         if any(type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for x in given):
             return NotImplemented  # what that is made of comes here in its turn
         has_mask = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if func in _ASKS_THE_DEVICE or has_mask:
+        is_constant = func is aten.lift_fresh.default or (given and all(_memory(x) in self._constants for x in given))
+        if (func in _ASKS_THE_DEVICE or has_mask) and not is_constant:
             raise Asked(f"operation not permitted when stream is capturing: {func}")
         given = [x for x in given if x.layout is torch.strided]
         for x in given:
@@ -61,6 +64,8 @@ class Tape(TorchDispatchMode):
         there = set(map(_memory, given))
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.layout is torch.strided]
         fresh = [i for i, x in enumerate(made) if _memory(x) not in there]
+        if is_constant:
+            self._constants.update(map(_memory, made))
         # `.data` is not what autograd counts writes to, nor what another tensor may be put in place of.
         kept = [x.data for x in made]
         self._own.update(_memory(made[i]) for i in fresh)

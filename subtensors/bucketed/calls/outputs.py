@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.calls.python_objects import flatten_result_objects
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
@@ -32,7 +33,7 @@ class Output:
     """One leaf of a program's result.
 
     Args:
-        value: a tensor of the bucket's size, or any other value.
+        value: a tensor of the bucket's size, a size of one, or any other value.
         dims: a padded tensor's dims.
         symbols, buckets, rows: of its true sizes, as in `TrueSizes`.
     """
@@ -50,6 +51,8 @@ class Output:
             host: every symbol's true size.
         """
         value = self.value
+        if isinstance(value, PaddedSize):
+            return lambda: value.at(host)
         if not isinstance(value, Tensor):
             return lambda: value
         if self.dims is None or not any(map(is_padded, self.dims)):
@@ -157,6 +160,8 @@ def cut_and_copy_aliases(results: Iterable[PyTree], aliased: Iterable[object]) -
 
 
 def _copy_if_aliased(x: PyTree, addresses: Collection[int | None]) -> PyTree:
+    if isinstance(x, PaddedSize):
+        return x.at(dict(zip(x.sizes.symbols, x.sizes.host(), strict=True)))
     if not isinstance(x, PaddedTensor):
         return x.clone() if isinstance(x, Tensor) and _memory(x) in addresses else x
     part = x.unpad()

@@ -116,7 +116,10 @@ def _named_parts(x: FlattenedObject) -> tuple[list[tuple[pytree.KeyEntry, object
 
 def _unflatten(attributes: Iterable[object], context: pytree.Context) -> object:
     kind, names = context
-    made = object.__new__(kind)
+    try:
+        made = object.__new__(kind)
+    except TypeError:  # of a class that is written in C
+        made = kind.__new__(kind)
     for name, value in zip(names, attributes, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -158,7 +161,7 @@ def flatten_argument_objects(arguments: PyTree) -> PyTree:
 
 def _flatten_objects(tree: PyTree, is_flattened: Callable[[object, list[object]], bool]) -> PyTree:
     def flatten(x: object) -> object:
-        if isinstance(x, (Tensor, torch.nn.Module, type)):
+        if isinstance(x, (Tensor, torch.nn.Module, type, int)):
             return x
         own: Attributes = (
             {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else {}

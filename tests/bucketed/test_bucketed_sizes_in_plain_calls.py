@@ -1,0 +1,57 @@
+"""In a bucketed program torch's functions take a padded size as the true one, with PaddedTensors and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from bucketed_rows import SEQ
+from torch import Tensor
+
+import subtensors as st
+
+pytestmark = pytest.mark.usefixtures("captured")
+
+POSITIONS = torch.arange(64.0)
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean by hand": lambda x: x.sum(1) / x.shape[1],
+    "a sum of positions": lambda x: x.sum(1) + torch.arange(x.shape[1]).sum(),
+    "positions from an offset": lambda x: x.sum(1) + torch.arange(x.shape[1], 2 * x.shape[1]).sum(),
+    "positions backwards": lambda x: x.sum(1) + torch.arange(x.shape[1], -x.shape[1], -1.0, dtype=torch.long).prod(),
+    "every second position": lambda x: x.sum(1) + torch.arange(1, x.shape[1], 2).sum(),
+    "a plain mask": lambda x: x.sum(1) + torch.ones(x.shape[:2]).cumsum(1)[:, -1:],
+    "a causal mask": lambda x: x.sum(1) + torch.ones(x.shape[1], x.shape[1]).tril().sum(),
+    "a filled tensor": lambda x: x.sum(1) + torch.full((x.shape[1],), 0.5).sum(),
+    "a size as a keyword": lambda x: x.sum(1) + torch.ones(size=(x.shape[1], 2)).sum(),
+    "a size as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape[1]).rsqrt(),
+    "a slice of a plain tensor": lambda x: x.sum(1) + POSITIONS[: x.shape[1]].sum(),
+    "an expanded plain tensor": lambda x: x.sum(1) + torch.ones(1, 1).expand(3, x.shape[1]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_size_given_to_a_plain_call_is_the_true_one(name: str, device: str) -> None:
+    program = PROGRAMS[name]
+    run = st.bucketed(program, {"x": {1: SEQ}}, check=False)
+    with torch.device(device):
+        for n in (5, 6, 3, 20):
+            x = torch.randn(2, n, 4)
+            found, expected = run(x), program(x)
+            torch.testing.assert_close(found, expected)
+    assert run.stats().hits == 2
+    assert not run.stats().fallbacks
+
+
+def test_a_program_that_calls_what_has_no_rule_is_answered_by_the_plain_program(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return torch.fft.fft(x, dim=1).abs().sum(1) * (1 / x.shape[1])
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, check=False)
+    graphs = run.graph_cache
+    x = torch.randn(2, 5, 4, device=device)
+    found = run(x)
+    if graphs.pools:  # without graphs the function itself runs on the unpadded data
+        torch.testing.assert_close(found, program(x))
+        assert any("fft" in reason for reason in run.stats().fallbacks)
