@@ -17,6 +17,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     replicated,
     without_ambient_modes,
 )
+from subtensors.dispatch.chunked.lower_statistics import lower_statistics
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
 
@@ -36,7 +37,10 @@ def evaluate(value: LazyValue) -> Tensor:
     full = replicated(value)
     if (tensor := known_tensor(full)) is not None:
         return tensor
-    evaluation = _Evaluation(torch.is_grad_enabled() and full.needs_grad)
+    grad = torch.is_grad_enabled() and full.needs_grad
+    if grad:
+        lower_statistics(full)
+    evaluation = _Evaluation(grad)
     with without_ambient_modes():
         tensor = evaluation.run(full)
     for temporary in evaluation.without_gradient:

@@ -206,7 +206,7 @@ class LazyNode:
         grad: whether it is differentiated.
     """
 
-    __slots__ = ("_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
+    __slots__ = ("__weakref__", "_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
     def __init__(
         self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, axis: ChunkAxis | None, grad: bool
@@ -383,15 +383,16 @@ def replicated(value: LazyValue) -> LazyValue:
         (operand, *rest) = node.args
         rest = [list(value.shape)] if node.name == "reshape" else rest
         return emit(node.op, (replicated(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
-    full = emit(_identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+    full = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
     full.part_layout = layout
     return full
 
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Return a replicated value, chunked by a layout."""
-    return emit(_identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
+    return emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
 
 
-def _identity(part: Tensor) -> Tensor:
+def identity(part: Tensor) -> Tensor:
+    """Return a chunk's part of a value, unchanged."""
     return part

@@ -72,8 +72,8 @@ def match_transforms(logits: LazyValue) -> TransformedLogits:
         if node is None or value.tensor is not None or layout is None or not node.args:
             break
         op, args = node.op, node.args
-        if op in _SCALINGS and isinstance(args[1], (int, float)):
-            factor = float(args[1]) if _SCALINGS[op] == "div" else 1 / float(args[1]) if args[1] else 0.0
+        if op in SCALINGS and isinstance(args[1], (int, float)):
+            factor = float(args[1]) if SCALINGS[op] == "div" else 1 / float(args[1]) if args[1] else 0.0
             uncapped = _softcap_operand(args[0], factor)
             if uncapped is not None and softcap is None:
                 softcap, value = 1 / factor, uncapped
@@ -104,7 +104,7 @@ def _slices_rows(value: LazyValue, dim: int = 0, start: object = None, end: obje
     return dim % value.ndim != value.ndim - 1 and all(x is None or isinstance(x, int) for x in (start, end, step))
 
 
-_SCALINGS: dict[object, str] = {
+SCALINGS: dict[object, str] = {
     aten.div.Tensor: "div",
     aten.div.Scalar: "div",
     aten.mul.Tensor: "mul",
@@ -118,9 +118,9 @@ def _softcap_operand(value: LazyValue, factor: float) -> LazyValue | None:
     if node is None or node.op is not aten.tanh.default:
         return None
     inner = node.args[0].node
-    if inner is None or inner.op not in _SCALINGS or not isinstance(inner.args[1], (int, float)):
+    if inner is None or inner.op not in SCALINGS or not isinstance(inner.args[1], (int, float)):
         return None
-    divided = float(inner.args[1]) if _SCALINGS[inner.op] == "div" else 1 / float(inner.args[1])
+    divided = float(inner.args[1]) if SCALINGS[inner.op] == "div" else 1 / float(inner.args[1])
     found: LazyValue = inner.args[0]
     return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
 
@@ -182,3 +182,26 @@ def is_input(value: LazyValue) -> bool:
     while value.node is not None and value.tensor is None and value.node.name in _INPUT_OPS:
         value = value.node.args[0]
     return value.tensor is not None and value.layout is not None
+
+
+def transposed_weight(weight: LazyValue) -> LazyValue:
+    """Return the (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
+    node = weight.node
+    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
+        return node.args[0]
+    out: LazyValue = record(aten.t.default, weight)
+    return out
+
+
+MASTER_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def master_weight(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
+    """Return the float32 weight that autocast cast to this one, so that its gradient is not rounded, or this weight."""
+    node = weight.node
+    if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
+        return weight
+    (source,) = node.operands()
+    is_master = isinstance(source, LazyValue) and source.dtype is MASTER_DTYPE.get(dtype) and weight.dtype is dtype
+    needs_grad = isinstance(source, LazyValue) and node.grad == source.needs_grad
+    return source if isinstance(source, LazyValue) and is_master and needs_grad else weight

@@ -21,7 +21,7 @@ class Policy:
     Args:
         chunks: the number of chunks.
         rows: rows of the axis in a chunk.
-        memory_limit: bytes that a chunk's values may take.
+        memory_limit: bytes at the peak beyond the inputs, with the gradients.
         exact: whether gradients of replicated operands add up as in one sum ("exact"), or in their dtype ("fast").
         compiled: whether the ops of a chunk are compiled.
     """
@@ -31,6 +31,20 @@ class Policy:
     memory_limit: int | None = None
     exact: bool = True
     compiled: bool = False
+
+
+def check_limit(limit: int | None, least: int) -> None:
+    """Raise ValueError for a limit that can't be met.
+
+    Args:
+        limit: bytes at the peak beyond the inputs; None: no limit.
+        least: the fewest bytes that are needed.
+    """
+    if limit is not None and least > limit:
+        raise ValueError(
+            f"memory_limit={limit} can't be met: {least} bytes are needed at least beyond the inputs, gradients "
+            f"included; give more, or leave the limit out"
+        )
 
 
 class ChunkAxis:

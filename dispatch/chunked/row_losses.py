@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, emit, recording
-from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
 from subtensors.dispatch.chunked.record import record, sliced
+from subtensors.dispatch.chunked.row_statistics import has_rows, untransformed_rows
 from subtensors.dispatch.chunked.rules.losses import reduce_losses
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy, row_log_sum_exp
+from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
@@ -36,69 +36,8 @@ def cross_entropy(
     return row_cross_entropy(logits, target, options)
 
 
-def log_sum_exp(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """Compute the log-sum-exp over the last dim of a chunk: (..., V) -> (...)."""
-    options = CrossEntropy(softcap=softcap, temperature=temperature)
-    return row_log_sum_exp(logits.flatten(0, -2), options).view(logits.shape[:-1])
-
-
-def log_probabilities(logits: Tensor, index: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """Compute the log-softmax of a chunk's logits at one class a row: (..., V) and (..., 1) -> (..., 1)."""
-    options = CrossEntropy(NEVER_IGNORED, softcap=softcap, temperature=temperature)
-    return -row_cross_entropy(logits.flatten(0, -2), index.flatten(), options).view(index.shape)
-
-
-NEVER_IGNORED = -(2**62)
-"""An ignored class index that no target holds."""
-
-ROW_OPS = frozenset({cross_entropy, log_sum_exp, log_probabilities})
+ROW_OPS = frozenset({cross_entropy})
 """Ops with kernels of their own, which torch.compile must not trace."""
-
-
-def record_log_sum_exp(logits: LazyValue, dim: int, grad: bool) -> LazyValue | None:
-    """Record the log-sum-exp of the classes.
-
-    Args:
-        logits: (..., V), chunked along another dim than the last.
-        dim: the dim that is summed over.
-        grad: whether it is differentiable.
-
-    Returns:
-        (...), chunked, in the dtype of the logits; None where the kernels don't take them.
-    """
-    layout = logits.layout
-    if not _has_rows(logits) or layout is None or dim % logits.ndim != logits.ndim - 1:
-        return None
-    transforms, rows = _untransformed_rows(logits)
-    with recording(grad and logits.needs_grad):
-        meta = torch.empty(logits.shape[:-1], dtype=arithmetic_dtype(rows.dtype), device="meta")
-        sums = emit(log_sum_exp, (rows, transforms.softcap, transforms.temperature), {}, meta, [layout], layout.axis)
-        return cast(sums, logits.dtype)
-
-
-def record_log_probabilities(scores: LazyValue, dim: int, index: Tensor | LazyValue, grad: bool) -> LazyValue | None:
-    """Record one log-probability a row.
-
-    Args:
-        scores: (..., V), chunked along another dim than the last.
-        dim: the dim of the classes.
-        index: (..., 1), the class of each row.
-        grad: whether it is differentiable.
-
-    Returns:
-        (..., 1), chunked, in the dtype of the scores; None where those are no log-softmax.
-    """
-    logits, layout = _log_softmax_input(scores), scores.layout
-    index = constant(index) if isinstance(index, Tensor) else index
-    if logits is None or layout is None or dim % scores.ndim != scores.ndim - 1:
-        return None
-    if index.shape != (*scores.shape[:-1], 1) or index.device != scores.device:
-        return None
-    transforms, rows = _untransformed_rows(logits)
-    with recording(grad and scores.needs_grad):
-        meta = torch.empty(index.shape, dtype=arithmetic_dtype(rows.dtype), device="meta")
-        operands = (rows, sliced(index, layout), transforms.softcap, transforms.temperature)
-        return cast(emit(log_probabilities, operands, {}, meta, [layout], layout.axis), scores.dtype)
 
 
 def log_softmax_input(scores: LazyValue) -> LazyValue:
@@ -111,15 +50,9 @@ def _log_softmax_input(scores: LazyValue) -> LazyValue | None:
     if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
         return None
     logits, dim = node.args[0], node.args[1]
-    if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not _has_rows(logits):
+    if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not has_rows(logits):
         return None
     return logits
-
-
-def _has_rows(logits: LazyValue) -> bool:
-    """Return whether logits are rows of classes, chunked along another dim than the classes."""
-    sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
-    return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
 
 
 def record_cross_entropy(
@@ -156,7 +89,7 @@ def record_cross_entropy(
     weight = None if class_weight is None else constant(class_weight)
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
-    transforms, rows = _untransformed_rows(logits)
+    transforms, rows = untransformed_rows(logits)
     wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
         losses = emit(
@@ -182,18 +115,3 @@ def record_cross_entropy(
             return cast(out, dtype)
         loss, _ = reduce_losses(losses, target, weight, ignore_index, reduction == "mean", wide)
         return cast(loss, dtype)
-
-
-def _untransformed_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
-    """Return the transforms of logits and the rows before them; without a match, no transforms and the logits."""
-    transforms = match_transforms(logits)
-    try:
-        with recording(logits.needs_grad):
-            rows = transforms.rows()
-    except NeedsMaterialize:
-        return TransformedLogits(logits), logits
-    a, b = rows.layout, logits.layout
-    is_aligned = a is not None and b is not None and a.dim == b.dim and a.aligns_with(b)
-    if not is_aligned or logits.dtype == torch.float64 != rows.dtype:
-        return TransformedLogits(logits), logits
-    return transforms, rows

@@ -11,11 +11,14 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, PerChunk, RowSlice, Span
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, check_limit
 from subtensors.dispatch.ops.tree import PyTree
 
 DEFAULT_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 """The bytes for a chunk's values where the user set no limit."""
+
+COMPENSATED_SIZE = 4
+"""The largest element, in bytes, whose exact sum over chunks takes two more bytes."""
 
 MIN_ROWS = 256
 """The fewest rows of a chunk without a limit: still an efficient matrix product."""
@@ -182,11 +185,24 @@ class ChunkSchedule:
                     total += value.meta.numel() * value.meta.element_size()
         return total // max(self.axis.size, 1)
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that results and gradients take, whatever the size of a chunk."""
+        total = sum(value.meta.numel() * value.meta.element_size() for value in self.outputs)
+        for read in self.inputs:
+            if not (self.grad and read.value.needs_grad):
+                continue
+            size = read.value.meta.element_size()
+            is_compensated = read.layout is None and self.axis.policy.exact and size <= COMPENSATED_SIZE
+            total += read.value.meta.numel() * (size + 2 * is_compensated)
+        return total
+
     def _rows(self, limit: int | None) -> int:
         """Return the rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
         row = max(self.row_bytes * (2 if self.grad else 1), 1)
         if limit is not None:
-            return max(limit // row, 1)
+            check_limit(limit, self.fixed_bytes + row)
+            return (limit - self.fixed_bytes) // row
         device = self.outputs[0].device
         budget = DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
         if device.type == "cuda" and torch.cuda.is_available():

@@ -247,6 +247,11 @@ class FusedFunction:
         self.check_values()
         return self._values is not None and self._values.has_plain
 
+    def read_values(self) -> tuple[object, ...]:
+        """The values besides its arguments that the function reads now, in a form that can be compared."""
+        self.check_values()
+        return () if self._values is None else self._values.key
+
     def check_values(self) -> None:
         """Read the values besides its arguments that the function reads: where they changed, it is traced anew."""
         if self._values is None or (self._values.readers and not self._values.hold()):

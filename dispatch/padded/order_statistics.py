@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    rank = ranks(call, x, d)
+    rank = None if is_prefix(x.dims[d]) else ranks(call, x, d)
     if rank is not None and x.sizes is not None and x.sizes.rows is not None:
         raise refuse(call, "the sorted positions of a flattened dim would be of rows of different lengths")
     dtype = x.dense.dtype

@@ -1,6 +1,6 @@
-"""The rule table with every family of rules registered, and the functions that run an op by it."""
+"""The rule table with every family of rules registered by its import, and the functions that run an op by it."""
 
-from subtensors.dispatch.padded import (
+from subtensors.dispatch.padded import (  # noqa: F401
     attention,
     batch_independent,
     contractions,
@@ -22,26 +22,4 @@ from subtensors.dispatch.padded import (
 )
 from subtensors.dispatch.padded.interpreter import run, run_call, table
 
-__all__ = ["FAMILIES", "run", "run_call", "table"]
-
-FAMILIES = (
-    attention,
-    batch_independent,
-    contractions,
-    copies,
-    data_dependent,
-    factories,
-    indexing,
-    losses,
-    normalisation,
-    order_statistics,
-    pad_ops,
-    pointwise,
-    recurrent,
-    reductions,
-    softmax,
-    spatial,
-    splitting,
-    views,
-)
-"""The modules of rules; each registers its own when it is imported."""
+__all__ = ["run", "run_call", "table"]

@@ -30,6 +30,7 @@ from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,
     bucket_of,
+    is_padded,
     padded_dim,
     reshaped,
     size_of,
@@ -151,7 +152,11 @@ def expand(call: PaddedCall) -> PaddedValue:
             continue
         dims[d + added] = factors
     shape = [-1 if size == -1 else bucket_of(factors) for size, factors in zip(target, dims, strict=True)]
-    return result(call.dense() if shape == target else x.dense.expand(shape), dims, sizes, x.fill)
+    # The padding of a dim that becomes a padded one holds copies of values.
+    before = [None] * added + list(x.dims)
+    is_kept = all(factors == own or not is_padded(factors) for factors, own in zip(dims, before, strict=True))
+    fill = x.fill if is_kept else None
+    return result(call.dense() if shape == target else x.dense.expand(shape), dims, sizes, fill)
 
 
 @table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
@@ -21,8 +21,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from subtensors.dispatch.ops.tree import tree_map_only
 from subtensors.dispatch.sizes.expressions import size_symbol
 from subtensors.dispatch.sizes.symbolic_sizes import ConcreteSizes, SymbolicSizes, is_undecided_without_values
+from subtensors.dispatch.sizes.torch_calls import Difference, RecordedCalls, TorchCall
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class ProgramPath:
         conditions: in the symbols of `size_symbol`; all hold for the sizes that take it.
         refusal: the error at its end, or what it waits for; None where the program returns.
         is_decided: whether sizes alone decide how the path ends.
+        calls: the torch functions that are called on it.
     """
 
     conditions: tuple[sympy.Basic, ...]
     refusal: str | None
     is_decided: bool = True
+    calls: tuple[TorchCall, ...] = field(default=(), repr=False, compare=False)
 
 
 Arguments = Callable[[ConcreteSizes], Sequence[object]]
@@ -64,9 +68,24 @@ def trace_path(program: Callable[..., object], arguments: Arguments, sizes: Mapp
     path = _symbolic_path(program, arguments, sizes)
     if path is not None:
         return path
-    error = _error_of(program, arguments, ConcreteSizes(sizes))
+    error, calls = _run(program, arguments, ConcreteSizes(sizes))
     alone = tuple(sympy.Eq(size_symbol(name), size) for name, size in sizes.items())
-    return ProgramPath(alone, None if error is None else _message(error))
+    return ProgramPath(alone, None if error is None else error_message(error), calls=calls)
+
+
+def refusal_by_real_calls(program: Callable[..., object], arguments: Arguments, sizes: Mapping[str, int]) -> str | None:
+    """Return the error of a program at these sizes, with real tensors deciding the calls that have empty ones."""
+    concrete = ConcreteSizes(sizes)
+
+    def outcome(call: TorchCall) -> Difference | None:
+        with concrete.real():
+            difference = call.difference()
+        if difference is None or difference.refusal is not None:
+            return difference
+        return Difference(None, tree_map_only(torch.Tensor, concrete.fake, difference.result))
+
+    error, _ = _run(program, arguments, concrete, outcome)
+    return None if error is None else error_message(error)
 
 
 def _symbolic_path(
@@ -74,28 +93,36 @@ def _symbolic_path(
 ) -> ProgramPath | None:
     """Return the path of symbolic sizes; None where they end otherwise than the same sizes as numbers do."""
     symbolic = SymbolicSizes(sizes)
-    error = _error_of(program, arguments, symbolic)
+    error, recorded = _run(program, arguments, symbolic)
     names = {symbol: size_symbol(name) for symbol, name in symbolic.symbols.items()}
     # Those met while making the arguments count: torch goes on with what it has learned there, such as `Eq(n, 0)`.
     found = [guard.xreplace(names) for guard in symbolic.guards]
     conditions = tuple(c for c in dict.fromkeys(found) if c != sympy.true)
+    calls = tuple(call.renamed(names) for call in recorded)
     if error is None:
         waits = "the program's checks depend on values" if symbolic.waits_for_values else None
-        return ProgramPath(conditions, waits, is_decided=waits is None)
-    confirmed = _error_of(program, arguments, ConcreteSizes(sizes))
+        return ProgramPath(conditions, waits, waits is None, calls)
+    confirmed, _ = _run(program, arguments, ConcreteSizes(sizes))
     if confirmed is not None and is_undecided_without_values(confirmed):
-        return ProgramPath(conditions, _message(confirmed), is_decided=False)
+        return ProgramPath(conditions, error_message(confirmed), is_decided=False)
     is_same = confirmed is not None and (type(confirmed), _places(confirmed)) == (type(error), _places(error))
     if not is_same or _is_raised_by_arithmetic(error):
         return None
-    refusal = _message(error)
+    refusal = error_message(error)
     for symbol, name in sorted(names.items(), key=lambda pair: -len(str(pair[0]))):
         refusal = refusal.replace(str(symbol), str(name))
-    return ProgramPath(conditions, refusal)
+    return ProgramPath(conditions, refusal, calls=calls)
 
 
-def _error_of(program: Callable[..., object], arguments: Arguments, sizes: ConcreteSizes) -> Exception | None:
-    """Run a program on tensors without values, and return what it raises."""
+def _run(
+    program: Callable[..., object],
+    arguments: Arguments,
+    sizes: ConcreteSizes,
+    decided_by_real: Callable[[TorchCall], Difference | None] = lambda call: None,
+) -> tuple[Exception | None, tuple[TorchCall, ...]]:
+    """Run a program on tensors without values; return what it raises, and its calls, as `RecordedCalls` does."""
+    record = RecordedCalls(sizes.expression, decided_by_real)
+    error = None
     with _without_logs(), sizes.mode():
         given = arguments(sizes)
         state = {}
@@ -104,13 +131,15 @@ def _error_of(program: Callable[..., object], arguments: Arguments, sizes: Concr
             tensors = itertools.chain(program.named_parameters(), program.named_buffers())
             state = {name: sizes.fake(tensor) for name, tensor in tensors}
         try:
-            functional_call(program, state, tuple(given)) if isinstance(program, nn.Module) else program(*given)
-        except Exception as error:  # whatever the program raises at sizes that it does not accept
-            return error
-    return None
+            with record:
+                functional_call(program, state, tuple(given)) if isinstance(program, nn.Module) else program(*given)
+        except Exception as raised:  # whatever the program raises at sizes that it does not accept
+            error = raised
+    return error, tuple(record.calls)
 
 
-def _message(error: Exception) -> str:
+def error_message(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -35,6 +35,24 @@ class ConcreteSizes:
         with self._mode, enable_python_dispatcher():
             yield
 
+    @staticmethod
+    @requires("torch._dispatch.python.no_python_dispatcher", "torch._subclasses.fake_tensor.unset_fake_temporarily")
+    @contextlib.contextmanager
+    def real() -> Iterator[None]:
+        """Within the mode, a context in which tensors are real ones."""
+        from torch._dispatch.python import no_python_dispatcher
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with no_python_dispatcher(), unset_fake_temporarily():
+            yield
+
+    @staticmethod
+    @requires("torch.fx.experimental.sym_node.SymNode.expr")
+    def expression(number: object) -> sympy.Basic:
+        """Return the expression of a number; its symbols are those of `SymbolicSizes.symbols`."""
+        found: sympy.Basic = number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat) else number
+        return sympy.sympify(found)
+
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without values, of the same fixed sizes."""
         return self._mode.from_tensor(tensor, static_shapes=True)

@@ -110,17 +110,26 @@ def enable_foreach_paths(kind: type[torch.Tensor]) -> None:
             known.append(kind)
 
 
-@requires("torch._guards.TracingContext.try_get", otherwise=torch.compiler.is_compiling)
+@requires("torch._guards._TLS", otherwise=torch.compiler.is_compiling)
 def is_tracing() -> bool:
     """Return whether the compiler is tracing, or the caller's caller is its own code. Checked on 2.11, 2.13."""
-    from torch._guards import TracingContext
-
-    if TracingContext.try_get() is not None:
+    # Models read shapes all the time, and an attribute that a threading.local lacks takes long to be found missing.
+    if torch._guards._TLS.__dict__.get("tracing_context") is not None:
         return True
     caller: FrameType | None = sys._getframe(2)
     while caller is not None and caller.f_code.co_name == "__torch_function__":
         caller = caller.f_back  # a mode's, such as that of torch.set_default_device
-    return caller is not None and str(caller.f_globals.get("__name__")).startswith(_COMPILER)
+    return caller is not None and _is_compiler(str(caller.f_globals.get("__name__")))
+
+
+def is_in_compiled_function() -> bool:
+    """Return whether a function of torch.compile is being called, which may run eagerly. Checked on 2.13."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) == _COMPILED_CALL:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def is_asked_for_names_only() -> bool:
@@ -137,4 +146,12 @@ _CALLERS_FOR_NAMES = {
     ("torch._functorch._aot_autograd.subclass_utils", "flatten_subclass"),
 }
 
+_COMPILED_CALL = ("torch._dynamo.eval_frame", "compile_wrapper")
+
 _COMPILER = ("torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch._inductor.", "torch.fx.experimental.")
+
+
+@cache
+def _is_compiler(module: str) -> bool:
+    """Return whether a module of this name belongs to the compiler."""
+    return module.startswith(_COMPILER)

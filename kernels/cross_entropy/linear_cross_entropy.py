@@ -31,22 +31,71 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
 from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import (
+    BlockOps,
     GradFlags,
+    LinearHead,
     LossAndGradients,
-    Problem,
+    block_ops,
     product_into,
     uses_kernels,
 )
 
 Accumulate = Literal["exact", "fast"]
+
+
+@dataclass
+class Problem(LinearHead):
+    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
+
+    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
+    GPU runs a matrix product while the host prepares them.
+    """
+
+    target: Tensor
+    options: CrossEntropy
+    upstream: Tensor | None
+    kernels: bool | None
+    overwrites_statistics: bool = False
+    """True where each block holds complete rows, so that their statistics are written, not folded into."""
+
+    @cached_property
+    def row_loss(self) -> RowLoss:
+        """The loss as a function of the statistics of rows."""
+        kernels = uses_kernels(self.hidden, self.kernels)
+        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
+
+    @cached_property
+    def statistics(self) -> RowStatistics:
+        """The statistics of all rows, of the logits that were folded in."""
+        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
+        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
+
+    @cached_property
+    def factors(self) -> GradientFactors:
+        """The factors of the gradient of the logits."""
+        return self.row_loss.gradient_factors(self.upstream)
+
+    @cached_property
+    def ops(self) -> BlockOps:
+        """The operations on blocks of logits."""
+        return block_ops(self.row_loss, self.hidden, self.kernels)
+
+    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
+        """Return the loss, and these gradients in the dtypes of their operands."""
+        loss = self.row_loss.loss(self.statistics)
+        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
+        return LossAndGradients(loss, hidden, weight, bias)
 
 
 def linear_cross_entropy(
@@ -100,15 +149,15 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, target, bias, rows, columns, accumulate)
     problem = Problem(
-        hidden,
-        weight,
-        target,
-        bias,
-        options or CrossEntropy(),
-        GradFlags(needs[0], needs[1], needs[2] and bias is not None),
-        upstream,
-        weight_grad_dtype or weight.dtype,
-        kernels,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        needs=GradFlags(needs[0], needs[1], needs[2] and bias is not None),
+        weight_grad_dtype=weight_grad_dtype or weight.dtype,
+        target=target,
+        options=options or CrossEntropy(),
+        upstream=upstream,
+        kernels=kernels,
     )
     with torch.set_grad_enabled(False):
         if columns is not None and hidden.shape[0]:
@@ -144,8 +193,6 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
 TILE = 128
 """Rows of the logits in a tile of a GEMM."""
 
-Parts = list[tuple[int, int]]
-
 
 @functools.lru_cache(maxsize=256)
 def _row_parts(count: int, width: int, classes: int, rows: int, tile: int | None) -> tuple[Parts, Parts]:
@@ -160,13 +207,13 @@ def _row_parts(count: int, width: int, classes: int, rows: int, tile: int | None
         tile: the longer chunks are multiples of this; None: no chunk is longer.
     """
     if tile is None or rows >= count:
-        return [], _parts(count, rows)
+        return [], parts(count, rows)
     longer = (rows // tile + 1) * tile
     early = min((count * width - (longer - rows) * classes) // (longer * width), count // longer)
     edge = max(early, 0) * longer
     if math.ceil((count - edge) / rows) + edge // longer == math.ceil(count / rows):
         edge = 0
-    return _parts(edge, longer), [(edge + begin, edge + end) for begin, end in _parts(count - edge, rows)]
+    return parts(edge, longer), [(edge + begin, edge + end) for begin, end in parts(count - edge, rows)]
 
 
 class _RowSums:
@@ -236,85 +283,13 @@ def _weight_sum(problem: Problem, rows: int, exact: bool, chunks: int) -> Compen
 
 
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
-    count = problem.hidden.shape[0]
-    blocks = _parts(problem.weight.shape[0], columns)
-    scratch = problem.hidden.new_empty(count * columns)
+    passes = ColumnPasses(problem, columns, kept)
+    passes.fold(lambda block: problem.ops.fold(block, problem.statistics))
     if not any(problem.needs):
-        for part in blocks:
-            block = problem.logits(scratch, (0, count), part)
-            problem.ops.fold(block, problem.statistics)
         return problem.result(None, None, None)
-    weight_grad, bias_grad = problem.weight_grad(), problem.bias_grad()
-    places = _places(problem, blocks, weight_grad, kept)
-    all_rows = (0, count)
-    for number, part in enumerate(blocks):
-        block = problem.logits(places.get(number, scratch), all_rows, part)
-        problem.ops.fold(block, problem.statistics)
-    hidden_sum = _hidden_sum(problem, columns, len(blocks)) if problem.needs.hidden else None
-    # First the last block, which is still in the scratch memory; then the kept ones, from the front of their memory,
-    # because the gradient of the weight is written behind the logits that are yet to be read.
-    last = len(blocks) - 1
-    order = [last, *(n for n in places if n != last), *(n for n in range(last) if n not in places)]
-    for number in order:
-        begin, end = part = blocks[number]
-        place = places.get(number, scratch)
-        if number in places or number == last:
-            block = problem.block(place, all_rows, part)
-        else:
-            block = problem.logits(place, all_rows, part)
-        gradient = problem.block(scratch, all_rows, part).logits
-        problem.ops.write_gradient(block, problem.statistics, problem.factors, gradient)
-        if hidden_sum is not None:
-            hidden_sum.add(gradient.t(), problem.weight[begin:end])
-        if weight_grad is not None:
-            product_into(weight_grad[begin:end], gradient.t(), problem.hidden, accumulate=False)
-        if bias_grad is not None:
-            torch.sum(gradient, 0, dtype=problem.compute_dtype, out=bias_grad[begin:end])
-    del scratch, places, place, block, gradient  # their memory is reused by the dX of the result
-    return problem.result(None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad)
-
-
-def _hidden_sum(problem: Problem, columns: int, blocks: int) -> CompensatedGemmSum | Float32Sum:
-    """Return the accumulator of the hidden states' gradient over blocks of `columns` columns."""
-    count, width = problem.hidden.shape
-    if (
-        columns >= width or problem.hidden.itemsize != 2
-    ):  # a block took as much memory as the result, or nothing is rounded
-        return Float32Sum(count, width, problem.hidden)
-    return CompensatedGemmSum(problem.hidden.new_empty(count, width), problem.hidden.dtype, True, blocks, kernels=False)
-
-
-def _places(
-    problem: Problem, blocks: list[tuple[int, int]], weight_grad: Tensor | None, kept: int
-) -> dict[int, Tensor]:
-    """Return the memory that keeps logits for the second pass, by block number; other blocks are recomputed.
-
-    The memory of the weight's gradient is reused. Per column the gradient takes H elements, and the logits N. A
-    column's logits are placed at its number times max(H, N), so that the gradient is written behind the logits that
-    are yet to be read. `kept` further columns have memory of their own.
-    """
-    count, width = problem.hidden.shape
-    columns, last = blocks[0][1], len(blocks) - 1
-    places: dict[int, Tensor] = {}
-    if weight_grad is not None:
-        memory = weight_grad.view(-1).view(problem.hidden.dtype)
-        share = weight_grad.itemsize * width // problem.hidden.itemsize
-        if count <= share:
-            places = {n: memory[n * columns * share :] for n in range(len(blocks))}
-        else:  # the last block's rows of dW are written first, so nothing may wait there
-            free = last * columns * share // (columns * count)
-            places = {n: memory[n * columns * count :] for n in range(free)}
-    own = min(kept // columns, last - len(places))
-    if own > 0:
-        memory = problem.hidden.new_empty(own * columns * count)
-        first = len(places)
-        places |= {first + n: memory[n * columns * count :] for n in range(own)}
-    return places
-
-
-def _parts(count: int, size: int) -> Parts:
-    """Return [begin, end) of parts of at most this size."""
-    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+    ops, statistics, factors = problem.ops, problem.statistics, problem.factors
+    gradients = passes.gradients(lambda block, into: ops.write_gradient(block, statistics, factors, into))
+    return problem.result(*gradients)
 
 
 def _check(

@@ -16,21 +16,12 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import (
-    CrossEntropy,
     GradientFactors,
     RowLoss,
     RowStatistics,
     Targets,
 )
 from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
-
-
-class GradFlags(NamedTuple):
-    """The gradients to compute; one that is not needed costs nothing."""
-
-    hidden: bool = True
-    weight: bool = True
-    bias: bool = True
 
 
 class LossAndGradients(NamedTuple):
@@ -40,6 +31,14 @@ class LossAndGradients(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+
+
+class GradFlags(NamedTuple):
+    """The gradients to compute; one that is not needed costs nothing."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = True
 
 
 class Block(NamedTuple):
@@ -219,7 +218,7 @@ class KernelOps:
                 *(rows, block.first_column, columns, *self.scalars),
                 ROWS=STATISTICS.rows,
                 **self.flags,
-                **self._launch_options(STATISTICS, columns),
+                **launch_options(STATISTICS, columns),
             )
 
     def write_gradient(self, block: Block, statistics: RowStatistics, factors: GradientFactors, into: Tensor) -> None:
@@ -231,7 +230,7 @@ class KernelOps:
         grad_softmax = factor.grad_softmax
         if self.row_loss.has_z_loss:
             grad_softmax = grad_softmax + factor.grad_z_loss * of_rows.log_sum_exp()
-        options = self._launch_options(GRADIENT, columns)
+        options = launch_options(GRADIENT, columns)
         with launching_on(into.device):
             gradient_kernel[(rows, -(-columns // options["BLOCK"]))](
                 *self._operands(block),
@@ -254,13 +253,14 @@ class KernelOps:
             *(logits.stride(0), soft.stride(0), block.first_row, columns, *self.scalars),
             **self.flags,
             HAS_Z_LOSS=self.row_loss.has_z_loss,
-            **self._launch_options(LONG_ROWS if columns >= MIN_LONG_COLUMNS else WHOLE_ROWS, columns),
+            **launch_options(LONG_ROWS if columns >= MIN_LONG_COLUMNS else WHOLE_ROWS, columns),
         )
 
-    def _launch_options(self, tile: Tile, columns: int) -> dict[str, int]:
-        """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
-        width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
-        return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
+
+def launch_options(tile: Tile, columns: int) -> dict[str, int]:
+    """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
+    width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
+    return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
 
 def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
@@ -272,57 +272,56 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
 
 
+def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
+
+    Args:
+        result: (m, n), of the operands' dtype or float32.
+        a: (m, k).
+        b: (k, n).
+        accumulate: whether to add to the values of the result.
+    """
+    if result.dtype == a.dtype:
+        if accumulate:
+            result.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=result)
+    elif result.is_cuda:
+        if accumulate:
+            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
+        else:
+            torch.mm(a, b, out_dtype=result.dtype, out=result)
+    else:  # only GPUs have a GEMM with a wider result
+        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)
+
+
 def block_ops(row_loss: RowLoss, logits: Tensor, kernels: bool | None = None) -> BlockOps:
     """Return the operations on blocks of these logits; `kernels` as in `uses_kernels`."""
     return KernelOps(row_loss) if uses_kernels(logits, kernels) else ReferenceOps(row_loss)
 
 
 @dataclass
-class Problem:
-    """A linear layer with cross entropy: the operands, the options, and the gradients to compute.
+class LinearHead:
+    """A linear layer whose logits are computed a block at a time.
 
-    The values per row take many small kernels. They are computed on first use, which is after the first logits: the
-    GPU runs a matrix product while the host prepares them.
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        needs: the gradients to compute.
+        weight_grad_dtype: of the gradient of the weight.
     """
 
     hidden: Tensor
     weight: Tensor
-    target: Tensor
     bias: Tensor | None
-    options: CrossEntropy
     needs: GradFlags
-    upstream: Tensor | None
     weight_grad_dtype: torch.dtype
-    kernels: bool | None
-    overwrites_statistics: bool = False
-    """True where each block holds complete rows, so that their statistics are written, not folded into."""
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which sums are kept: float32, or float64 for float64 operands."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
-
-    @cached_property
-    def row_loss(self) -> RowLoss:
-        """The loss as a function of the statistics of rows."""
-        kernels = uses_kernels(self.hidden, self.kernels)
-        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
-
-    @cached_property
-    def statistics(self) -> RowStatistics:
-        """The statistics of all rows, of the logits that were folded in."""
-        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
-        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
-
-    @cached_property
-    def factors(self) -> GradientFactors:
-        """The factors of the gradient of the logits."""
-        return self.row_loss.gradient_factors(self.upstream)
-
-    @cached_property
-    def ops(self) -> BlockOps:
-        """The operations on blocks of logits."""
-        return block_ops(self.row_loss, self.hidden, self.kernels)
 
     def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
         """Return the block of these rows and columns at the beginning of some memory."""
@@ -365,32 +364,3 @@ class Problem:
         if not self.needs.bias:
             return None
         return torch.zeros(self.weight.shape[0], dtype=self.compute_dtype, device=self.weight.device)
-
-    def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
-        """Return the loss, and these gradients in the dtypes of their operands."""
-        loss = self.row_loss.loss(self.statistics)
-        hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
-        return LossAndGradients(loss, hidden, weight, bias)
-
-
-def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Compute result = a @ b, or result += a @ b, each element summed in float32 (float64 for such operands).
-
-    Args:
-        result: (m, n), of the operands' dtype or float32.
-        a: (m, k).
-        b: (k, n).
-        accumulate: whether to add to the values of the result.
-    """
-    if result.dtype == a.dtype:
-        if accumulate:
-            result.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=result)
-    elif result.is_cuda:
-        if accumulate:
-            torch.addmm(result, a, b, out_dtype=result.dtype, out=result)
-        else:
-            torch.mm(a, b, out_dtype=result.dtype, out=result)
-    else:  # only GPUs have a GEMM with a wider result
-        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)

@@ -1,4 +1,4 @@
-"""Cross entropy and log-sum-exp of each row of given logits, which are read once for them and once for the gradient.
+"""Cross entropy of each row of given logits, which are read once for it and once for the gradient.
 
 This is the part of `linear_cross_entropy` between its products, for logits that come from elsewhere and for losses a
 row. Between forward and backward it keeps the logits in their own dtype, and a few numbers a row.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -50,59 +50,6 @@ class _RowCrossEntropy(torch.autograd.Function):
             statistics = RowStatistics(row_max, sum_exp, row_max, row_max)  # the gradient does not read the others
             block_ops(ctx.row_loss, logits).write_gradient(Block(logits), statistics, factors, gradient)
         return gradient, None, None
-
-
-class _RowLogSumExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _RowLossContext, logits: Tensor, options: CrossEntropy) -> Tensor:
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        compute = arithmetic_dtype(logits.dtype)
-        no_target = torch.full(logits.shape[:1], -1, device=logits.device)
-        row_loss = RowLoss(replace(options, ignore_index=-1), no_target, logits.shape[1], compute)
-        statistics = RowStatistics.initial(logits.shape[0], compute, logits.device)
-        if logits.numel():
-            block_ops(row_loss, logits).fold(Block(logits), statistics)
-        # A row with an infinite logit has an infinite sum, as in torch; inf - inf would be NaN.
-        statistics.sum_exp.masked_fill_(statistics.row_max.isinf(), 1.0)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, statistics.row_max, statistics.sum_exp)
-        ctx.row_loss = row_loss
-        return statistics.log_sum_exp()
-
-    @staticmethod
-    def backward(ctx: _RowLossContext, *upstream: Tensor | None) -> tuple[Tensor | None, None]:
-        (grad_sum,) = upstream
-        if grad_sum is None:
-            return None, None
-        logits, row_max, sum_exp = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        if logits.numel():
-            grad_sum = grad_sum.to(row_max.dtype).contiguous()
-            factors = GradientFactors(
-                grad_sum, grad_sum, torch.zeros_like(grad_sum), grad_sum
-            )  # the others are not read
-            statistics = RowStatistics(row_max, sum_exp, row_max, row_max)
-            block_ops(ctx.row_loss, logits).write_gradient(Block(logits), statistics, factors, gradient)
-        return gradient, None
-
-
-def row_log_sum_exp(logits: Tensor, options: CrossEntropy) -> Tensor:
-    """Return the log-sum-exp of each row, differentiable once in the logits.
-
-    Args:
-        logits: (N, V), floating point.
-        options: its softcap and temperature apply.
-
-    Returns:
-        (N,), float32 (float64 for float64 logits).
-
-    Example:
-        >>> row_log_sum_exp(torch.zeros(2, 4), CrossEntropy())
-        tensor([1.3863, 1.3863])
-    """
-    plain = CrossEntropy(softcap=options.softcap, temperature=options.temperature)
-    sums: Tensor = _RowLogSumExp.apply(logits, plain)  # type: ignore[no-untyped-call]
-    return sums
 
 
 def row_cross_entropy(logits: Tensor, target: Tensor, options: CrossEntropy) -> Tensor:

@@ -32,7 +32,7 @@ RUN: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP: tl.constexpr):
+def transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP: tl.constexpr):
     """Return z and the derivative dz / dy."""
     if HAS_SOFTCAP:
         t = libdevice.tanh(y / softcap)
@@ -42,7 +42,7 @@ def _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _shift(top):
+def shift_of(top):
     """Return the number to subtract before exp: the row's maximum, or 0 where that is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
@@ -54,7 +54,7 @@ def _gradient(
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return d loss / d y of columns begin + k of a row."""
-    z, slope = _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+    z, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
     g = grad_softmax * tl.exp((z - row_max) - log_sum)
     if SOFT_TARGETS or HAS_SMOOTHING:
         if HAS_CLASS_WEIGHT:
@@ -89,10 +89,10 @@ def statistics_kernel(
         inside = valid[:, None] & (k < columns)[None, :]
         place = row[:, None] * row_stride + k[None, :]
         y = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
-        z, _ = _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
         z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
         new_max = tl.maximum(row_max, tl.max(z, 1))
-        shift = _shift(new_max)
+        shift = shift_of(new_max)
         sum_exp = sum_exp * tl.exp(row_max - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         row_max = new_max
         if SOFT_TARGETS or HAS_SMOOTHING:
@@ -109,7 +109,7 @@ def statistics_kernel(
         target = tl.load(targets + row, mask=valid, other=-1)
         here = (target >= begin) & (target < begin + columns)
         y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
-        z, _ = _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
         target_logit += tl.where(here, z, 0.0)
     tl.store(row_maxes + row, row_max, mask=valid)
     tl.store(sum_exps + row, sum_exp, mask=valid)
@@ -179,13 +179,13 @@ def softmax_gradient_kernel(
         y = tl.load(row_logits + k, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         if PLAIN:
             new_max = tl.maximum(lane_max, tl.max(y, 1))
-            shift = _shift(new_max)
+            shift = shift_of(new_max)
             lane_sum = lane_sum * tl.exp2((lane_max - shift) * power) + tl.sum(tl.exp2((y - shift[:, None]) * power), 1)
         else:
-            z, _ = _transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+            z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
             z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
             new_max = tl.maximum(lane_max, tl.max(z, 1))
-            shift = _shift(new_max)
+            shift = shift_of(new_max)
             lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
             if SOFT_TARGETS or HAS_SMOOTHING:
                 w = tl.full((BLOCK // RUN, RUN), 1.0, tl.float32)
@@ -198,7 +198,7 @@ def softmax_gradient_kernel(
                     lane_target_logit += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
         lane_max = new_max
     row_max = tl.max(lane_max, 0)
-    row_shift = _shift(row_max)
+    row_shift = shift_of(row_max)
     if PLAIN:
         row_sum_exp = tl.sum(lane_sum * tl.exp2((lane_max - row_shift) * power), 0)
     else:
@@ -208,7 +208,7 @@ def softmax_gradient_kernel(
         tl.store(target_logits + row, tl.sum(lane_target_logit, 0))
     else:
         target_y = tl.load(row_logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-        z, _ = _transformed_logit(target_y, softcap, inv_temperature, HAS_SOFTCAP)
+        z, _ = transformed_logit(target_y, softcap, inv_temperature, HAS_SOFTCAP)
         tl.store(target_logits + row, z)
     tl.store(row_maxes + row, row_max * inv_temperature if PLAIN else row_max)
     tl.store(sum_exps + row, row_sum_exp)

@@ -17,7 +17,8 @@ from subtensors.chunked.record_call import check_not_transformed, handle_torch_d
 from subtensors.chunked.torch_function import handle_torch_function, is_metadata_query
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
-from subtensors.dispatch.chunked.lower_cross_entropy import LoweredPlan, describe_expected_loss
+from subtensors.dispatch.chunked.linear_loss import LoweredPlan
+from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.errors import SizeError
@@ -132,8 +133,8 @@ def chunk(
         chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
             long as the region's values and the free memory allow.
         rows: rows in a chunk; the last may have fewer.
-        memory_limit: bytes that a chunk's values and their gradients may take, beside the requested gradients: an int,
-            or text such as "1GiB".
+        memory_limit: bytes that may be taken at the peak beyond the inputs, gradients included: an int, or text such as
+            "1GiB".
         accumulate: how gradients of weights add up over chunks: "exact", as in one sum of higher precision, or "fast",
             rounded to the gradient's dtype at each chunk.
         compile: run the math of a chunk through torch.compile.

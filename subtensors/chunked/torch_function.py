@@ -27,18 +27,16 @@ from subtensors.chunked.record_call import (
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
 from subtensors.dispatch.chunked.evaluation import evaluate
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
-from subtensors.dispatch.chunked.lower_cross_entropy import (
-    cross_entropy_of_linear,
-    loss_dtype,
-    lowered_cross_entropy,
-)
+from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, loss_dtype
+from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_losses import (
-    log_softmax_input,
-    record_cross_entropy,
-    record_log_probabilities,
+from subtensors.dispatch.chunked.row_forms import (
+    record_argmax,
+    record_class_sum,
+    record_gather,
     record_log_sum_exp,
 )
+from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
@@ -263,22 +261,55 @@ def _class_loss(
     )
 
 
+def _only_dim(dim: object) -> int | None:
+    """Return the one dim of a reduction; None for others."""
+    dims = [dim] if isinstance(dim, int) else dim
+    return dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else None
+
+
 def _logsumexp(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **others: object) -> Tensor | None:
     """`torch.logsumexp` over the classes."""
-    dims = [dim] if isinstance(dim, int) else dim
-    if not isinstance(input, LazyTensor) or keepdim or others or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+    only = _only_dim(dim)
+    if not isinstance(input, LazyTensor) or others or only is None:
         return None
-    value, only = alias_ref(input).value, dims[0]
-    return _as_user_tensor(kind, lambda: record_log_sum_exp(value, only, torch.is_grad_enabled()))
+    value, grad = alias_ref(input).value, torch.is_grad_enabled()
+    return _as_user_tensor(kind, lambda: record_log_sum_exp(value, only, keepdim, grad))
+
+
+def _sum(
+    kind: Kind,
+    input: object,
+    dim: object = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    **others: object,
+) -> Tensor | None:
+    """`torch.sum` over the classes of a value with a softmax as its factor: an entropy or an expectation."""
+    only = _only_dim(dim)
+    if not isinstance(input, LazyTensor) or others or only is None:
+        return None
+    value, grad = alias_ref(input).value, torch.is_grad_enabled()
+    return _as_user_tensor(kind, lambda: record_class_sum(value, only, keepdim, dtype, grad))
+
+
+def _argmax(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **others: object) -> Tensor | None:
+    """`torch.argmax` over the classes of a linear layer."""
+    only = _only_dim(dim)
+    if not isinstance(input, LazyTensor) or others or only is None:
+        return None
+    value = alias_ref(input).value
+    return _as_user_tensor(kind, lambda: record_argmax(value, only, keepdim))
 
 
 def _gather(kind: Kind, input: object, dim: object, index: object, **others: object) -> Tensor | None:
-    """`torch.gather` of a log-softmax, one class a row: the log-probabilities of tokens."""
+    """`torch.gather` of a few classes a row: logits, probabilities or log-probabilities of tokens."""
     if not isinstance(input, LazyTensor) or not isinstance(index, Tensor) or others or not isinstance(dim, int):
         return None
-    value, position = alias_ref(input).value, dim
+    value, position, grad = alias_ref(input).value, dim, torch.is_grad_enabled()
     lazy_index = alias_ref(index).value if isinstance(index, LazyTensor) else full_tensor(index)
-    return _as_user_tensor(kind, lambda: record_log_probabilities(value, position, lazy_index, torch.is_grad_enabled()))
+    classes = constant(lazy_index) if isinstance(lazy_index, Tensor) else lazy_index
+    return _as_user_tensor(kind, lambda: record_gather(value, position, classes, grad))
 
 
 def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
@@ -321,6 +352,10 @@ FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     torch.logsumexp: _logsumexp,
     Tensor.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,
+    torch.sum: _sum,
+    Tensor.sum: _sum,
+    torch.argmax: _argmax,
+    Tensor.argmax: _argmax,
     Tensor.to: _to,
     Tensor.float: _float,
     torch.gather: _gather,

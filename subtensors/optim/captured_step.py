@@ -66,6 +66,7 @@ class CapturedStep:
         self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
         self.stamp = optimizer.state.version.stamp
         self.modes = _modes()
+        self.read_values = updater.function.read_values()
         self.params = [p for batch in batches for p in batch.params]
         self.param_guard = AddressLayoutGuard(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
@@ -198,6 +199,8 @@ class CapturedStep:
                 return "state moved"
         if _modes() != self.modes:
             return "a mode of torch changed"
+        if optimizer._updater.function.read_values() != self.read_values:
+            return "a value changed that update reads besides its arguments"
         if self.stream != current_stream(self.device):
             return "the current stream changed"
         if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):

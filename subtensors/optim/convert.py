@@ -61,12 +61,14 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
     cls = _counterpart(type(optimizer))
     given = group_options(options)
     groups = [{**group, **given} for group in optimizer.param_groups]
-    converted = cls([{**group, "params": [*group["params"]]} for group in groups])
+    # What a scheduler has made of a number may be out of range, and is loaded as it is.
+    converted = cls([{**given, "params": [*group["params"]]} for group in groups])
     converted.defaults.update(optimizer.defaults, **given)
     # The groups that it loads are copies; the optimizer keeps the values themselves, which others may hold.
     converted.load_state_dict(optimizer.state_dict() | {"param_groups": converted.state_dict()["param_groups"]})
     for group, values in zip(converted.param_groups, groups, strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
+        converted._check(group)
     return converted
 
 

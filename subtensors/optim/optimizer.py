@@ -8,20 +8,19 @@
                                like parameters,      update, and clipping, loss       with capture(): later
                                with their state      scaling, masters, averages       steps replay it
 
-A batch is the parameters of one group that are alike (device, state entries, sharding), mostly all of it: columns of
-tensors that are kept from step to step. A fused call runs the traced math over all of them, as one Triton kernel on a
-GPU. An optimizer is put together of parts, none of which knows the optimizer class:
+A batch is the parameters of one group that are alike, mostly all of it. A fused call runs the traced math over them, as
+one Triton kernel on a GPU. An optimizer is put together of parts, none of which knows the optimizer class:
 
     Declaration, StateFactory  what state there is, and how it starts (`state`)
     Updater                    batches, gradients, hyperparameters, and the fused calls (`step`)
     Capture                    captured steps, and the checks before a replay (`capture`, `captured_step`)
-    StateDict                  saving and loading in torch.optim's form (`state_dict`)
+    saved_state, restore_state saving and loading in torch.optim's form (`state_dict`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, ClassVar, Unpack, overload
 
@@ -31,12 +30,15 @@ from torch import Tensor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
+from subtensors.optim import accumulation
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
+from subtensors.optim.hyperparameters import Accepted, Ranges, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, group_options
+from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
-from subtensors.optim.state_dict import StateDict
+from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
 from subtensors.optim.step import StepFunction, Updater, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States
@@ -108,6 +110,7 @@ class Optimizer(torch.optim.Optimizer):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
+    _accepted: ClassVar[Accepted] = Ranges.none()
     _initializers: ClassVar[Mapping[str, Initializer]] = {}
     _declaration: ClassVar[Declaration]
     _fusion: ClassVar[StepFunction]
@@ -115,8 +118,8 @@ class Optimizer(torch.optim.Optimizer):
     _updater: Updater
     _arena: Arena | None = None
     _capture: Capture | None = None
-    _passes = 0
-    """The number of calls of `step` so far, of which `accumulate` lets only some update."""
+    _is_provisional = False
+    """True while the state is what `torch.distributed.checkpoint` made to learn what there is."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -141,7 +144,8 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        super().__init__(params, defaults | group_options(options))
+        checked = checked_values(defaults, self._declaration.number_counts, self._accepted)
+        super().__init__(params, checked | group_options(options))
         self.state = States()
         if options.get("graph"):
             self.capture()
@@ -152,8 +156,7 @@ class Optimizer(torch.optim.Optimizer):
             self._updater.state_factory(self).create_group(group["params"], group)
 
     def _new_updater(self) -> Updater:
-        packed = None if self._capture is None else self._capture.packed
-        is_static, is_packed = self._capture is not None, packed is not None
+        is_static, is_packed = self._capture is not None, getattr(self._capture, "packed", None) is not None
         return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -210,15 +213,15 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse.
+            RuleError: `update` is no straight-line math, or writes nothing.
         """
         if (
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and self.param_groups[0].get("accumulate", 1) == 1
+            and not self._accumulates()
             and self._capture.try_fast_replay(self)
         ):
-            self._passes += 1
             return None
         return self._take_step(closure)
 
@@ -228,25 +231,25 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._passes += 1
-        if (passes := self.param_groups[0].get("accumulate", 1)) > 1:
-            if getattr(self, "found_inf", None) is not None:
-                raise RuntimeError(
-                    f"accumulate={passes} adds up gradients of several loss scales, as a GradScaler may change it "
-                    "after each pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"
-                )
-            if self._is_accumulating():
-                return loss
         if type(self.state) is not States:
             self.state = States(dict, self.state)
-        if self._capture is None or not self._capture.take_step(self):
-            self._updater.update_all(self)
+        if self._is_provisional:
+            drop_state(self)
+        if not self.state and is_checkpoint_step(self.param_groups):
+            make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
+            self._is_provisional = True
+        elif self._accumulates():
+            accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
+        else:
+            self._update_all()
         return loss
 
-    def _is_accumulating(self) -> bool:
-        """Return whether the current gradients are left for a later call of `step` to update with."""
-        passes: int = self.param_groups[0].get("accumulate", 1)
-        return self._passes % passes != 0
+    def _accumulates(self) -> bool:
+        return "accumulate" in self.param_groups[0] or PASSES in self.param_groups[0]
+
+    def _update_all(self) -> None:
+        if self._capture is None or not self._capture.take_step(self):
+            self._updater.update_all(self)
 
     def _split_kinds(
         self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
@@ -301,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them rather than write zeros.
         """
-        if self._is_accumulating():
+        if accumulation.is_underway(self.param_groups):
             return
         if self._capture is None or (packed := self._capture.packed) is None:
             super().zero_grad(set_to_none)
@@ -310,8 +313,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in packed.not_packed(p for group in self.param_groups for p in group["params"]):
             p.grad = None if set_to_none or p.grad is None else p.grad.detach_().zero_()
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """A context in which the parameters hold their averages (`ema=`), to evaluate or save; take no step in it.
 
         Raises:
@@ -329,8 +331,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> w.item()
             1.0
         """
-        with swapped_averages(self.state):
-            yield
+        return swapped_averages(self.state)
 
     def explain(self) -> str:
         """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
@@ -344,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             `state` and `param_groups`; step counts are on the CPU, unless `capturable` or `fused` says otherwise.
         """
-        return StateDict(self.host_entries).to_plain(super().state_dict())
+        return saved_state(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state that this class, or torch.optim's of the same name, saved.
@@ -357,29 +358,19 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
             KeyError: the state is another optimizer's.
+            RuntimeError: the entries of the state were lost on the way.
         """
-        entries = self._declaration.entries  # wrapped in a hook, which comes after the user's
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: StateDict.wrap(given, entries))
-        try:
+        with loading(self):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own: that steps are replayed goes with it, the graphs do not.
-        kept = {} if self._capture is None else {"_capture": Capture(self._capture.check)}
-        return {**super().__getstate__(), **kept}
+        return {**super().__getstate__(), **copied_state(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        former = list(vars(self).get("param_groups", []))
         super().__setstate__(state)
         self._updater = self._new_updater()
-        self.state = States(dict, self.state)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
-                    group.setdefault(name, default)
-            self._check(group)
-        StateDict(self.host_entries).unwrap(self.state, self.param_groups, self._updater.state_factory(self))
+        restore_state(self, former)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with the defaults for what it doesn't say.
@@ -390,12 +381,19 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group["params"], TensorList):
             param_group = {**param_group, "params": param_group["params"].tensors}
         super().add_param_group(param_group)
-        self._check(param_group)
+        accumulation.start(param_group, self.param_groups[0])
+        known = {*self.defaults, *self._declaration.hyperparameters}
+        try:
+            values = {name: value for name, value in param_group.items() if name in known}
+            checked_values(values, self._declaration.number_counts, self._accepted)
+            self._check(param_group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     def _check(self, group: ParamGroup) -> None:
         """Refuse options that are not supported."""
-        check_options(type(self).__name__, group, self.param_groups[0])
-        check_state_dtype(type(self).__name__, group.get("state_dtype"), self.low_bit)
-        if missing := self._declaration.required - set(group):
-            name = type(self).__name__
-            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
+        name = type(self).__name__
+        check_options(name, group, self.param_groups[0])
+        check_state_dtype(name, group.get("state_dtype"), self.low_bit)
+        self._declaration.check_required(name, group)

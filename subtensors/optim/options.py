@@ -1,17 +1,14 @@
-"""The options that every optimizer takes beside its own hyperparameters, and checks of both.
-
-An optimizer that torch has, too, is checked by torch's class of its name (`torch_defaults`), so that both always agree.
-"""
+"""The options that every optimizer takes beside its own hyperparameters."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import check_range
 from subtensors.static.arena import Arena
 
 ParamGroup = dict[str, object]
@@ -38,7 +35,8 @@ class Options(TypedDict, total=False):
 
     accumulate: int
     """Update once every `accumulate` calls of `step`, by the mean of the gradients that the backward passes since the
-    last update have added up; `zero_grad` leaves them alone until then. The same for all groups. Default 1."""
+    last update have added up; `zero_grad` leaves them alone until then. A state that is saved between updates holds
+    these gradients, too. The same for all groups. Default 1."""
 
     ema: float | Tensor | None
     """Keep an average of each parameter, updated inside the step: a <- ema a + (1 - ema) p. It starts as the parameter
@@ -66,8 +64,14 @@ DEFAULTS: Options = {
 _OF_OPTIMIZER = {"graph", "arena"}
 """Options of the whole optimizer, which its groups don't hold."""
 
-IN_STEP = ("max_norm", "accumulate", "ema")
-"""Options whose values a step is handed beside the hyperparameters of `update`."""
+PASSES = "accumulated"
+"""The entry of a group that counts its passes since the last update; groups with `accumulate` have it."""
+
+IN_STEP = ("max_norm", PASSES, "ema")
+"""Entries of a group whose values a step is handed beside the hyperparameters of `update`."""
+
+
+_RANGES = {"max_norm": "None or (0, inf]", "ema": "None or [0, 1]"}
 
 
 def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, object]) -> None:
@@ -81,14 +85,14 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
     Raises:
         ValueError: with the option and its value.
     """
-    if (max_norm := group.get("max_norm")) is not None and not max_norm > 0:
-        raise ValueError(f"Invalid max_norm: {max_norm}; expected more than 0, or None")
-    if (ema := group.get("ema")) is not None and not 0 <= ema <= 1:
-        raise ValueError(f"Invalid ema: {ema}; expected a number from 0 to 1, or None")
+    for option, allowed in _RANGES.items():
+        check_range(option, group.get(option), allowed)
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
         raise ValueError(f"Invalid accumulate: {passes}; expected a whole number of backward passes, 1 or more")
     if passes != (of_first := first.get("accumulate", 1)):
         raise ValueError(f"Invalid accumulate: {passes}; another group has {of_first}")
+    if type(count := group.get(PASSES, 0)) is not int or count < 0:
+        raise ValueError(f"Invalid {PASSES}: {count}; expected the number of passes since the last update")
     if group.get("differentiable"):
         raise ValueError(
             "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
@@ -108,58 +112,17 @@ def group_options(options: Options) -> ParamGroup:
     return {name: value for name, value in given.items() if value != defaults[name] and name not in _OF_OPTIMIZER}
 
 
-def torch_defaults(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> ParamGroup:
-    """Check arguments as torch's class does, and return its defaults for them.
+def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Give a loaded group what it doesn't say: that stays as it was.
 
     Args:
-        cls: a class of torch.optim.
-        arguments: the `locals()` of a constructor that takes what `cls` takes; what `cls` doesn't know is left out.
-
-    Returns:
-        The hyperparameters of a group.
-
-    Raises:
-        ValueError: a value is out of range, as `cls` says it.
-
-    Example:
-        >>> torch_defaults(torch.optim.SGD, {"lr": 0.5, "self": None})["lr"]
-        0.5
+        group: the loaded group; changed in place.
+        former: the group that it replaces; empty if there was none.
+        defaults: the defaults of the optimizer, for the hyperparameters that neither has.
     """
-    known = inspect.signature(cls).parameters.keys() - {"params"}
-    make: Callable[..., torch.optim.Optimizer] = cls
-    peer = make([torch.empty(0, 0)], **{name: value for name, value in arguments.items() if name in known})
-    return dict(peer.defaults)
-
-
-def own_defaults(arguments: Mapping[str, object]) -> ParamGroup:
-    """The hyperparameters of a group, from the `locals()` at the start of a constructor.
-
-    Example:
-        >>> own_defaults({"self": None, "params": [], "lr": 0.5, "options": {}})
-        {'lr': 0.5}
-    """
-    return {name: value for name, value in arguments.items() if name not in _NO_HYPERPARAMETERS}
-
-
-_NO_HYPERPARAMETERS = {"self", "params", "options", "__class__"}
-
-
-def check_not_negative(**values: float | Tensor) -> None:
-    """Raise ValueError, with the argument's name and value, if a number is below 0 or NaN."""
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"Invalid {name}: {value}; expected 0 or more")
-
-
-def check_fractions(count: int, **values: Any) -> None:
-    """Raise ValueError, with the argument's name and value, unless it is `count` numbers in [0, 1).
-
-    Args:
-        count: 1 for a number, more for a sequence of as many.
-        values: the arguments by name.
-    """
-    for name, value in values.items():
-        numbers = (value,) if count == 1 else value
-        if len(numbers) != count or not all(0 <= number < 1 for number in numbers):
-            wanted = "a number" if count == 1 else f"{count} numbers"
-            raise ValueError(f"Invalid {name}: {value}; expected {wanted} in [0, 1)")
+    for name, default in defaults.items():
+        if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
+            group.setdefault(name, former.get(name, default))
+    for name in DEFAULTS:
+        if name in former:
+            group.setdefault(name, former[name])

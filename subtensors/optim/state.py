@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.optim.hyperparameters import number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
@@ -28,6 +29,9 @@ AVERAGE = "ema"
 
 EMPTY_CACHE_BYTES = 64 << 20
 """The least bytes of new state for which torch's cache is emptied first."""
+
+ENTRIES: set[str] = set()
+"""The names of the state entries of all classes."""
 
 Initializer = Callable[[Tensor], Tensor]
 """Makes the initial value of a state entry from its parameter, or from the float32 master."""
@@ -78,21 +82,29 @@ class Declaration:
         hyperparameters = [s for s in rest if s.kind is inspect.Parameter.KEYWORD_ONLY]
         self.entries = tuple(s.name for s in rest if s not in hyperparameters)
         """The state entries that `update` takes, in its order."""
+        ENTRIES.update(self.entries)
         self.hyperparameters = tuple(s.name for s in hyperparameters)
+        self.number_counts = number_counts(cls, function)
+        """The hyperparameters that are numbers, and of how many each is."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
-        """The hyperparameters without a default."""
+        """The hyperparameters without a default in `update`."""
         self.option_names = (*self.hyperparameters, *IN_STEP)
         """The hyperparameters, and the options that a step is given beside them."""
         self.optional, self.low_bit, self.initializers = cls.optional, cls.low_bit, cls._initializers
         self.has_init_hook = cls.init_state is not base.init_state
         self.has_applies_hook = cls.applies_to is not base.applies_to
-        if taken := {*self.hyperparameters, *self.entries} & {*IN_STEP, SUM_OF_SQUARES}:
+        if taken := {*self.hyperparameters, *self.entries} & {*IN_STEP, "accumulate", SUM_OF_SQUARES}:
             raise TypeError(f"{cls.__name__}.update takes {sorted(taken)}, the name of an option of every optimizer")
         if set(self.entries) - {"step"} != set(self.initializers) - {"step"}:
             raise TypeError(
                 f"{cls.__name__}.update takes the state entries {sorted(self.entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
+
+    def check_required(self, name: str, group: ParamGroup) -> None:
+        """Raise ValueError if a group of the optimizer of this name lacks a hyperparameter."""
+        if missing := self.required - set(group):
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
 
 
 def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:

@@ -6,16 +6,24 @@ state goes through it wrapped, as an object that torch doesn't know and leaves a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from subtensors.optim import accumulation
+from subtensors.optim.accumulation import GRADIENT, Group
+from subtensors.optim.capture import Capture
+from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
-from subtensors.optim.options import ParamGroup
-from subtensors.optim.state import AVERAGE, MASTER, StateFactory
+from subtensors.optim.options import ParamGroup, complete_group
+from subtensors.optim.provisional_state import make_state
+from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, Declaration, StateFactory, needed_entries
+from subtensors.optim.step import SteppedOptimizer, Updater
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
 
@@ -23,81 +31,181 @@ SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
+class SavedOptimizer(SteppedOptimizer, Protocol):
+    """The attributes of an optimizer that are saved and loaded, or say how."""
+
+    defaults: Group
+    host_entries: ClassVar[Collection[str]]
+    _declaration: ClassVar[Declaration]
+    _updater: Updater
+    _capture: Capture | None
+    _is_provisional: bool
+
+    def _check(self, group: ParamGroup) -> None: ...
+
+    def register_load_state_dict_pre_hook(
+        self, hook: Callable[[torch.optim.Optimizer, SavedState], SavedState | None]
+    ) -> RemovableHandle:
+        """Call a function with each state dict before it is loaded."""
+        ...
+
+
+def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
+    """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves.
+
+    Args:
+        optimizer: the optimizer.
+        make: torch's `state_dict` of it.
+    """
+    if is_provisional := optimizer._is_provisional:
+        drop_state(optimizer)
+        make_state(optimizer.param_groups, optimizer._updater.state_factory(optimizer))
+    saved = make()
+    _add_gradients(saved, optimizer)
+    if is_provisional:
+        drop_state(optimizer)
+    saved["state"] = {
+        key: {name: _plain(t) for name, t in dequantized_state(v).items()} if isinstance(v, Entry) else v
+        for key, v in saved["state"].items()
+    }
+    for group in saved["param_groups"]:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for index in group["params"]:
+            state = saved["state"].get(index, {})
+            state.update({name: state[name].cpu() for name in optimizer.host_entries if name in state})
+    return saved
+
+
+def drop_state(optimizer: SavedOptimizer) -> None:
+    """Drop all state of an optimizer, which may be provisional."""
+    optimizer.state.clear()
+    optimizer._is_provisional = False
+
+
+def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
+    """Add the gradients that are left for a later step to a state dict of torch."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
+    # Parameters without state get some beside it, as torch.optim takes what it loads to be all of it.
+    apart = StateFactory(optimizer._declaration, optimizer, States(), None, is_static=False)
+    for p, group in accumulation.waiting(optimizer.param_groups):
+        if not optimizer.state.get(p):
+            apart.create_group([p], group)
+        state = optimizer.state.get(p) or apart.state.get(p, {})
+        saved["state"][indices[p]] = Entry({**state, GRADIENT: p.grad})
+
+
+def copied_state(optimizer: SavedOptimizer) -> dict[str, object]:
+    """The state that differs in a copy of an optimizer, which has parameters of its own."""
+    # Steps are replayed there, from other graphs. Copies of parameters lack their gradients, which go as state.
+    kept = {} if optimizer._capture is None else {"_capture": Capture(optimizer._capture.check)}
+    waiting = accumulation.waiting(optimizer.param_groups)
+    gradients = {p: {**optimizer.state.get(p, {}), GRADIENT: p.grad} for p, _ in waiting}
+    return {**kept, "state": States(dict, {**optimizer.state, **gradients})}
+
+
 @dataclass
 class _Wrapped:
     """One parameter's state on its way through torch's load_state_dict."""
 
     entries: object
+    is_complete: bool
+    """Whether it comes from a group that has all hyperparameters of the optimizer."""
 
 
-class StateDict:
-    """The form in which the state of an optimizer is saved and loaded.
+@contextmanager
+def loading(optimizer: SavedOptimizer) -> Iterator[None]:
+    """A context for torch's `load_state_dict`: state is wrapped on its way, and an error leaves all as it was."""
+    # Wrapped in a hook, which comes after the user's.
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _wrapped(saved, optimizer))
+    before = dict(vars(optimizer))
+    try:
+        yield
+    except BaseException:
+        vars(optimizer).update(before)
+        raise
+    finally:
+        handle.remove()
+
+
+def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
+    """Wrap the state of each parameter."""
+    declaration, state = optimizer._declaration, saved["state"]
+    foreign = _entries_of_others(declaration)
+    for value in state.values():
+        if isinstance(value, Mapping):
+            _check_names(set(value), set(declaration.entries), foreign)
+    needed = any(needed_entries(declaration, optimizer, group) for group in optimizer.param_groups)
+    if needed and state and all(type(key) is str and value == {} for key, value in state.items()):
+        raise RuntimeError(
+            "the state to load is empty: of a flattened checkpoint, torch.distributed.checkpoint looks for the names "
+            "of state entries in this optimizer, which has none yet, and asks for none where gradients are: load "
+            "before the first backward pass, and before capture(packed=True)"
+        )
+    lacking = [group for group in saved["param_groups"] if set(declaration.hyperparameters) - set(group)]
+    from_lacking = {key for group in lacking for key in group["params"]}
+    return {**saved, "state": {key: _Wrapped(value, key not in from_lacking) for key, value in state.items()}}
+
+
+def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
+    """Complete what torch has put into an optimizer, from a state dict or from a copy.
 
     Args:
-        host_entries: entries of 0 dimensions that are saved on the CPU, unless `capturable` or `fused` says otherwise.
+        optimizer: the optimizer.
+        former: the groups that it had before; none if it is a copy.
+
+    Raises:
+        ValueError: an entry has another shape, or an option of a group is not supported.
+        KeyError: the state is another optimizer's.
     """
-
-    def __init__(self, host_entries: Collection[str]) -> None:
-        self.host_entries = host_entries
-
-    def to_plain(self, saved: SavedState) -> SavedState:
-        """Turn a state dict of torch into plain tensors, in the dtypes and on the devices that torch.optim saves."""
-        saved["state"] = {
-            key: {name: _plain(t) for name, t in dequantized_state(v).items()} if isinstance(v, Entry) else v
-            for key, v in saved["state"].items()
-        }
-        for group in saved["param_groups"]:
-            if group.get("capturable") or group.get("fused"):
-                continue
-            for index in group["params"]:
-                state = saved["state"].get(index, {})
-                state.update({name: state[name].cpu() for name in self.host_entries if name in state})
-        return saved
-
-    @staticmethod
-    def wrap(saved: SavedState, declared: Collection[str]) -> SavedState:
-        """Wrap the state of each parameter.
-
-        Args:
-            saved: a state dict.
-            declared: the names of the entries that the optimizer keeps.
-
-        Raises:
-            KeyError: the state is another optimizer's.
-        """
-        for value in saved["state"].values():
-            if isinstance(value, Mapping):
-                _check_names(set(value), set(declared))
-        return {**saved, "state": {key: _Wrapped(value) for key, value in saved["state"].items()}}
-
-    def unwrap(self, state: States, groups: list[dict[str, Any]], factory: StateFactory) -> None:
-        """Replace what `wrap` wrapped by copies in the dtypes and on the devices that the factory starts entries with.
-
-        Args:
-            state: the state of the optimizer, changed in place.
-            groups: its parameter groups.
-            factory: for the initial values, which have the dtype, shape and device that is expected.
-
-        Raises:
-            ValueError: an entry has another shape.
-        """
-        for group in groups:
-            for p in group["params"]:
-                if isinstance(wrapped := state.get(p), _Wrapped):
-                    assert isinstance(wrapped.entries, Mapping)
-                    entries = {name: value for name, value in wrapped.entries.items() if value is not None}
-                    state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
-                    for name in entries:
-                        convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
-        for key, value in state.items():
-            if isinstance(value, _Wrapped):
-                state[key] = value.entries
+    groups = optimizer.param_groups
+    was_underway = bool(former) and accumulation.is_underway(former)
+    optimizer.state = States(dict, optimizer.state)
+    optimizer._is_provisional = False
+    for index, group in enumerate(groups):
+        complete_group(group, former[index] if former else {}, optimizer.defaults)
+        accumulation.start(group, {})
+        check_types(optimizer._declaration.number_counts, group)
+        optimizer._check(group)
+        _unwrap(optimizer, group)
+    for key, value in optimizer.state.items():
+        if isinstance(value, _Wrapped):
+            optimizer.state[key] = value.entries
+    is_packed = optimizer._capture is not None and optimizer._capture.packed is not None
+    accumulation.restore_gradients(groups, optimizer.state, was_underway, type(optimizer).__name__, is_packed)
 
 
-def _check_names(saved: set[str], declared: set[str]) -> None:
-    """Raise KeyError if none of the saved entries is one that the optimizer declares."""
-    names = saved - {"step", MASTER, AVERAGE}
-    if names and declared - {"step"} and not names & declared:
+def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
+    """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
+    state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
+    needed = needed_entries(optimizer._declaration, optimizer, group)
+    for p in group["params"]:
+        if not isinstance(wrapped := state.get(p), _Wrapped):
+            continue
+        assert isinstance(wrapped.entries, Mapping)
+        entries = {name: value for name, value in wrapped.entries.items() if value is not None}
+        missing = set(factory.entries_of(p, needed, group)) - set(entries) - _SHARED
+        if missing and set(entries) - _SHARED and not wrapped.is_complete:
+            raise KeyError(f"the state of another optimizer: it has {sorted(entries)}, and no {sorted(missing)}")
+        state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
+        for name in entries:
+            convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
+
+
+_SHARED = {"step", MASTER, AVERAGE, GRADIENT}
+"""Entries by which no optimizer is known."""
+
+
+def _entries_of_others(declaration: Declaration) -> set[str]:
+    """The entries that other classes declare, and this one does not."""
+    return ENTRIES - set(declaration.entries) - _SHARED
+
+
+def _check_names(saved: set[str], declared: set[str], foreign: set[str]) -> None:
+    """Raise KeyError if none of the saved entries is one that the optimizer declares, or one is another class's."""
+    names = saved - _SHARED
+    if names and declared - {"step"} and (not names & declared or names & foreign):
         raise KeyError(f"the state of another optimizer: it has {sorted(names)}, and {sorted(declared)} are expected")
 
 

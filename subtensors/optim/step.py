@@ -26,6 +26,7 @@ from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
+from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
@@ -69,6 +70,10 @@ class StepFunction(Protocol):
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
         """Update the parameters of a batch, after or with the prelude."""
+        ...
+
+    def read_values(self) -> tuple[object, ...]:
+        """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
         ...
 
 
@@ -208,6 +213,8 @@ class Updater:
             if name in group:
                 value = group[name]
                 if type(value) is not float:
+                    if type(value) is str:
+                        check_types(self.declaration.number_counts, {name: value})
                     value = _as_argument(value, device)
                 if type(value) is float and value == 0 and name in self.declaration.optional:
                     value = None

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.optim.low_bit_state import Quantized, StochasticallyRounded, read, write
+from subtensors.optim.options import PASSES
 
 Stored = Tensor | Quantized[Tensor] | StochasticallyRounded[Tensor]
 """A parameter, master or state entry in the form that it is stored in."""
@@ -56,6 +58,7 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
         assert w is not None
         g, own = prepare_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
         ema = own.pop("ema", None)
+        watch = WriteWatch([w, *(state for state in states if state is not None)])
         try:
             update(w, g, *states, **own)
         except AttributeError as error:
@@ -65,6 +68,7 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
                 f"{cls.__name__}.update reads self.{error.name}: it is traced once for the class, so what differs "
                 "between instances or steps must reach it as a keyword-only argument, from the parameter group"
             ) from error
+        refuse_lost_update(cls, watch)
         if average is not None:
             average.add_((1 - ema) * (w - average))
         for target, value in zip(targets, values, strict=True):
@@ -79,6 +83,22 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
 
     step.__name__ = cls.__name__
     return step
+
+
+def refuse_lost_update(cls: type, watch: WriteWatch) -> None:
+    """Raise RuleError if an update, which is over, wrote nothing, or dropped what it computed for the parameter.
+
+    Args:
+        cls: the optimizer class.
+        watch: watches the parameter, and the state entries after it.
+    """
+    has_written = any(map(watch.has_written, range(len(watch.tensors))))
+    if not has_written or (not watch.has_written(0) and watch.drops(0)):
+        raise RuleError(
+            f"{cls.__name__}.update {'changes no parameter' if has_written else 'writes nothing'}: what it computes is "
+            "lost, since `p = p - lr * g` makes a new tensor, as does a value that it returns\n  instead: write in "
+            "place, as in p.sub_(lr * g), p.copy_(p - lr * g) or state.mul_(0.9).add_(g)"
+        )
 
 
 def prepare_gradient(
@@ -96,7 +116,7 @@ def prepare_gradient(
         The gradient, and the values that are left: the hyperparameters, and `ema`.
     """
     own = dict(values)
-    max_norm, passes, squares = own.pop("max_norm", None), own.pop("accumulate", None), own.pop(SUM_OF_SQUARES, None)
+    max_norm, passes, squares = own.pop("max_norm", None), own.pop(PASSES, None), own.pop(SUM_OF_SQUARES, None)
     if passes is not None:
         grad_scale = passes if grad_scale is None else grad_scale * passes
     if grad_scale is not None:

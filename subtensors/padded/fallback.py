@@ -44,11 +44,11 @@ RAW_MEMORY_FUNCTIONS = frozenset(["apply_", "map_"])
 """Functions that access their first argument's memory directly, so that their writes do not change its version."""
 
 
-class _Refusal(threading.local):
+class _FallbackState(threading.local):
     is_refused = False
 
 
-_refusal = _Refusal()
+_state = _FallbackState()
 
 
 @contextlib.contextmanager
@@ -58,12 +58,12 @@ def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
     Args:
         is_refused: False leaves such calls to the unpadded data.
     """
-    before = _refusal.is_refused
-    _refusal.is_refused = is_refused
+    before = _state.is_refused
+    _state.is_refused = is_refused
     try:
         yield
     finally:
-        _refusal.is_refused = before
+        _state.is_refused = before
 
 
 def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, reason: Exception) -> PyTree:
@@ -80,7 +80,7 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
     Raises:
         RuleError: the true sizes are unknown, as in a compiler, or differ from row to row.
     """
-    if _refusal.is_refused:
+    if _state.is_refused:
         raise reason
     leaves, spec = tree_flatten((args, kwargs))
     padded = {i: x for i, x in enumerate(leaves) if isinstance(x, PaddedTensor)}

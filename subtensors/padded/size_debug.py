@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -19,7 +21,9 @@ from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes
 from subtensors.dispatch.padded.positions import checked_bounds
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.expressions import Size
+from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.padded.sized_calls import OF_BUCKETS
 
 active_modes: list[TorchFunctionMode] = []
 """The debug modes that are on."""
@@ -99,6 +103,8 @@ def _warning(name: str) -> Callable[[WatchedSize, object], object]:
         # Numbers of other types answer themselves.
         if isinstance(other, int | float) and not isinstance(out, PaddedSize) and not _is_known(self, other, name):
             self.warn("Python arithmetic")
+        if isinstance(other, list | tuple | str):
+            self.warn("a repeated sequence")
         return out
 
     method.__name__ = name
@@ -110,14 +116,38 @@ def _is_known(size: WatchedSize, other: object, name: str) -> bool:
     return isinstance(other, int) and name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
 
 
+def _converting(name: str) -> Callable[..., object]:
+    """Return the method of `int` with this name, with a warning where the caller is not this library."""
+    plain: Callable[..., object] = getattr(int, name)
+
+    def method(self: WatchedSize, *digits: int) -> object:
+        if not _is_own_caller():
+            self.warn("Python arithmetic")
+        return plain(self, *digits)
+
+    method.__name__ = name
+    return method
+
+
+def _decides(self: WatchedSize) -> bool:
+    """Return whether the bucket's number isn't zero, with a warning where the true one decides otherwise."""
+    if not _is_own_caller() and active_modes and self.decides_otherwise(int.__ne__, 0):
+        self.warn("a truth value")
+    return int.__bool__(self)
+
+
+def _is_own_caller() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("subtensors.")
+
+
 def _comparing(name: str) -> Callable[[WatchedSize, object], object]:
     """Return the comparison of `int` with this name, with a warning where the true size would decide otherwise."""
     plain: Callable[[int, object], object] = getattr(int, name)
 
     def method(self: WatchedSize, other: object) -> object:
         out = plain(self, other)
-        is_own = str(sys._getframe(1).f_globals.get("__name__")).startswith("subtensors.")
-        if not is_own and isinstance(other, int | float) and active_modes and self.decides_otherwise(plain, other):
+        is_number = isinstance(other, int | float)
+        if is_number and not _is_own_caller() and active_modes and self.decides_otherwise(plain, other):
             self.warn("a comparison")
         return out
 
@@ -125,9 +155,13 @@ def _comparing(name: str) -> Callable[[WatchedSize, object], object]:
     return method
 
 
-_MIXED = "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod and rand"
+_MIXED = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand
+    or ror xor rxor lshift rlshift rshift rrshift"""
 for _name in _MIXED.split():
     setattr(WatchedSize, f"__{_name}__", _warning(f"__{_name}__"))
+for _name in "float round trunc floor ceil invert".split():
+    setattr(WatchedSize, f"__{_name}__", _converting(f"__{_name}__"))
+WatchedSize.__bool__ = _decides  # type: ignore[method-assign, assignment]
 for _name in "lt le gt ge eq ne".split():
     setattr(WatchedSize, f"__{_name}__", _comparing(f"__{_name}__"))
 WatchedSize.__hash__ = int.__hash__  # type: ignore[assignment]
@@ -141,6 +175,33 @@ _OPERATIONS = {"__getitem__": "slicing a plain tensor"} | dict.fromkeys(
 )
 
 
+_RESHAPES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])
+_EXPANSIONS = frozenset([Tensor.expand, Tensor.broadcast_to, torch.broadcast_to])
+
+
+def _is_same_compiled(func: Callable[..., PyTree], args: Args) -> bool:
+    """Return whether the sizes in a PaddedTensor's call mean the true ones in compiled code, which has the bucket's.
+
+    They do where they are the sizes of its own dims, and as the end of a slice: see `as_traced_size`.
+    """
+    if func in _EXPANSIONS and len(args) > 1:
+        shape = args[1:] if isinstance(args[1], int) else args[1]
+        own = [None] * (len(shape) - args[0].dim()) + list(args[0].shape)
+        pairs = [(n, mine) for n, mine in zip(shape, own, strict=True) if isinstance(n, PaddedSize)]
+        return all(isinstance(mine, PaddedSize) and mine.text == n.text for n, mine in pairs)
+    if func is Tensor.__getitem__:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(_is_known_end(part) for part in parts if find_sizes(part))
+    return func in OF_BUCKETS or func in _RESHAPES
+
+
+def _is_known_end(part: PyTree) -> bool:
+    """Return whether a part of an index is `:n` for the size n of a dim."""
+    if not isinstance(part, slice) or part.start is not None or part.step is not None:
+        return False
+    return isinstance(part.stop, PaddedSize) and bool(part.stop.size.is_Symbol)
+
+
 class _Watch(TorchFunctionMode):
     """Warn of padded sizes among the arguments of calls without a PaddedTensor."""
 
@@ -152,10 +213,17 @@ class _Watch(TorchFunctionMode):
             for size in find_sizes([args[0].shape[0]]):
                 if isinstance(size, WatchedSize):
                     size.warn("len(x)")
-        elif not any(issubclass(kind, PaddedTensor) for kind in types):
+        else:
+            is_plain = not any(issubclass(kind, PaddedTensor) for kind in types)
             for size in find_sizes((args, kwargs or {})):
-                if isinstance(size, WatchedSize):
+                if isinstance(size, WatchedSize) and is_plain:
                     size.warn(_OPERATIONS.get(name, f"{name} of plain tensors"))
+                elif (
+                    isinstance(size, WatchedSize)
+                    and ops.is_in_compiled_function()
+                    and not _is_same_compiled(func, args)
+                ):
+                    size.warn(f"{_OPERATIONS.get(name, name)} in compiled code")
         return func(*args, **(kwargs or {}))
 
 
@@ -166,6 +234,10 @@ def watch_size_arithmetic() -> Iterator[None]:
     Views, slices and arithmetic of PaddedTensors take the true size that the number stands for, without a warning. Of
     an index tensor with positions beyond the true size it warns, too: masks read these harmlessly, since what they read
     is padding of what they are combined with. To see such positions waits for the device.
+
+    Functions of `torch.compile` run eagerly in the mode, so that their lines are seen. Compiled code knows no true size
+    of a number: what takes it in eager mode warns there. A count of Python's own, as in `range(x.shape[1])` or a slice
+    of a list, and text are not seen.
 
     Raises:
         PaddedSizeWarning: as a warning.
@@ -180,7 +252,7 @@ def watch_size_arithmetic() -> Iterator[None]:
         >>> print(caught[0].message)
         arange of plain tensors with 4, the bucket of dim 0 (true size n), not its true size: use x.count(dim)
     """
-    with watch_sizes(), checked_bounds(warn_at_caller):
+    with torch.compiler.set_stance("force_eager"), watch_sizes(), checked_bounds(warn_at_caller):
         yield
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
-from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.resampling import resampled
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
@@ -60,6 +61,23 @@ OF_BUCKETS: frozenset[Callable[..., PyTree]] = frozenset(
 )
 """Functions that compare sizes with those of the buckets, and do not compute with them."""
 
+WHOLE_MEANS: dict[Callable[..., PyTree], int] = {
+    functional.avg_pool1d: 1,
+    functional.avg_pool2d: 2,
+    functional.avg_pool3d: 3,
+}
+"""Functions that pool the last dims, and how many: over all of these, the result is their mean."""
+
+WHOLE_MAXIMA: dict[Callable[..., PyTree], int] = {
+    functional.max_pool1d: 1,
+    functional.max_pool2d: 2,
+    functional.max_pool3d: 3,
+    torch.max_pool1d: 1,
+    torch.max_pool2d: 2,
+    torch.max_pool3d: 3,
+}
+"""The same, of maxima."""
+
 _VALUES = frozenset(
     """add sub subtract mul multiply div divide true_divide floor_divide pow remainder fmod rsub eq ne lt le gt ge
     maximum minimum where masked_fill clamp clamp_min clamp_max clip less greater less_equal greater_equal not_equal
@@ -77,7 +95,7 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     """
     name = getattr(func, "__name__", "")
     if func is functional.interpolate:
-        return _interpolate(*args, **kwargs)
+        return _resampled(*args, **kwargs)
     if args and isinstance(args[0], PaddedTensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
@@ -89,27 +107,16 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             return _run(SHAPE_OPS[func], args, kwargs)
         if func in OPS:
             return _run(OPS[func], args, kwargs)
+    is_plain_pool = {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1})
+    if (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2 and is_plain_pool:
+        pooled = _pooled_over_all(func, *args)
+        if pooled is not None:
+            return pooled
     if func in OF_BUCKETS:
         return func(*map_sizes(args, int), **map_sizes(kwargs, int))
     if name in _VALUES or name.removesuffix("_") in _VALUES:
         return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
-
-
-def _interpolate(
-    input: Tensor,
-    size: int | Sequence[int] | None = None,
-    scale_factor: float | Sequence[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Tensor:
-    """Run `functional.interpolate` to sizes of which some are padded."""
-    if size is None:
-        raise RuleError("PaddedTensor has no rule for interpolate by a padded size as its factor")
-    listed = [size] * (input.dim() - 2) if isinstance(size, int) else list(size)
-    return wrap_with_grad(resampled(_value(input), listed, mode, bool(align_corners), antialias))
 
 
 def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -132,6 +139,64 @@ def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs)
     if name in _VALUES or name.removesuffix("_") in _VALUES:
         return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
     return NotImplemented
+
+
+def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Sequence[int]) -> Tensor | None:
+    """Pool the last dims over a window of their own sizes; None for another window."""
+    count = WHOLE_MEANS.get(func) or WHOLE_MAXIMA[func]
+    window = [kernel] * count if isinstance(kernel, int) else [*kernel]
+    if list(map(true_expression, window)) != list(map(true_expression, x.shape[-count:])):
+        return None
+    if func in WHOLE_MEANS:
+        return x.mean([*range(-count, 0)], keepdim=True)
+    # The gradient goes to one of several equal maxima, as in a pool.
+    return x.flatten(-count).max(-1).values[(..., *[None] * count)]
+
+
+def _resampled(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: object = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Run `F.interpolate` to sizes of which some are padded, of any tensor."""
+    if size is None or scale_factor is not None:
+        raise RuleError("PaddedTensor has no rule for interpolate with a padded size and a factor")
+    listed = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
+    try:
+        return wrap_with_grad(resampled(_value(x), listed, mode, bool(align_corners), antialias))
+    except UnsupportedCall:
+        return _interpolated(x, size, mode=mode, align_corners=bool(align_corners), antialias=antialias)
+
+
+INTERPOLATIONS = {
+    "nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    "nearest-exact": ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    "linear": ("upsample_linear1d",),
+    "bilinear": ("", "upsample_bilinear2d"),
+    "trilinear": ("", "", "upsample_trilinear3d"),
+}
+"""The op of each mode, by the number of dims."""
+
+
+def _interpolated(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: object = None,
+    mode: str = "nearest",
+    **options: bool,
+) -> Tensor:
+    """Run `F.interpolate` to sizes."""
+    rank = x.dim() - 2
+    name = dict(enumerate(INTERPOLATIONS.get(mode, ()), start=1)).get(rank)
+    if size is None or scale_factor is not None or not name or any(options.values()):
+        raise RuleError(f"PaddedTensor has no rule for {mode} interpolation with these options and a padded size")
+    target = [size] * rank if isinstance(size, int) else [*size]
+    aligned = () if mode.startswith("nearest") else (False,)
+    return _run(getattr(aten, name).vec, (x, target, *aligned, None), {})
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:

@@ -115,7 +115,6 @@ class CallFrame:
             return t
         original = self.originals.get(id(t))
         if original is not None:
-            self.has_views = self.has_views or (isinstance(original, PaddedTensor) and bool(original._view))
             return original
         out = wrap_with_grad(unwrap(t))
         if t._view:

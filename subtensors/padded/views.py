@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.torch_internals.memory import storage_id
 from subtensors.padded.padded_tensor import PaddedTensor, ViewSource
 
 
@@ -27,24 +28,54 @@ def remember_views(
     Args:
         func, args, kwargs: the call.
         out: its result.
-        plain_views: the plain tensors in the result that share the first argument's memory.
+        plain_views: the plain tensors in the result that share an argument's memory.
     """
-    if not args or not isinstance(args[0], PaddedTensor) or args[0]._dense.is_inference():
+    given = tree_find(PaddedTensor, (args, kwargs))
+    if not given or given[0]._dense.is_inference():
         return
-    base, rest = args[0], args[1:]
-    track_plain_views(base, plain_views)
+    for plain_view in plain_views:
+        track_plain_views(_base_of(plain_view, given), [plain_view])
     for i, result in enumerate(tree_find(Tensor, out)):
-        if not isinstance(result, PaddedTensor) or result is base:
+        # An argument among the results, such as `out=`, is no view that this call took.
+        if not isinstance(result, PaddedTensor) or any(result is x for x in given):
             continue
         if result._view == "copy" or (result._view and torch.is_grad_enabled()):
+            base = _base_of(result._dense, given)
             if result._view == "copy":
                 for x in _with_bases(base):
                     x._copied_views = [*(view for view in x._copied_views if view() is not None), weakref.ref(result)]
             result._view_source = ViewSource(
-                weakref.ref(base) if result._view == "copy" else lambda: base,
-                lambda x, i=i: tree_find(Tensor, func(x, *rest, **kwargs))[i],  # type: ignore[misc]
+                weakref.ref(base) if result._view == "copy" else lambda base=base: base,  # type: ignore[misc]
+                _view_of(func, args, kwargs, base, i),
                 _versions(base, result._view == "copy"),
             )
+
+
+def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
+    """Return the argument whose memory a result is in; the first one for a result that was copied."""
+    if len(given) == 1:
+        return given[0]
+    storage = storage_id(view)
+    return next((x for x in given if storage_id(x._dense) == storage), given[0])
+
+
+def _view_of(
+    func: Callable[..., PyTree], args: Args, kwargs: Kwargs, base: PaddedTensor, index: int
+) -> Callable[[PaddedTensor], Tensor]:
+    """Return a function that takes a result of a call, again, of another tensor in place of its base."""
+    # What is repeated doesn't keep the base alive.
+    without_base = tree_map_only(PaddedTensor, lambda t: _IsBase() if t is base else t, (args, kwargs))
+
+    def view(x: PaddedTensor) -> Tensor:
+        new_args, new_kwargs = tree_map_only(_IsBase, lambda _: x, without_base)
+        result: Tensor = tree_find(Tensor, func(*new_args, **new_kwargs))[index]
+        return result
+
+    return view
+
+
+class _IsBase:
+    """The place of a view's base in the call that takes the view."""
 
 
 def refresh_view(x: PaddedTensor) -> PaddedTensor:

@@ -39,8 +39,9 @@ def infer_sizes(
     """Find the sizes that a program accepts, from its own guards: divisibility, bounds, equalities.
 
     The program runs on tensors without values, once for each path that sizes can take through it: the conditions met in
-    a run tell which sizes would take the same path, and the first size that would not is tried next. Errors that
-    depend on values rather than sizes, such as an index out of range, are not found.
+    a run tell which sizes would take the same path, and the first size that would not is tried next. Calls of empty
+    tensors, which torch checks otherwise without values, are made once more on real ones. Errors that depend on values
+    rather than sizes, such as an index out of range, are not found.
 
     Args:
         fn: a function or a module, whose parameters and buffers stay as they are; it should change no other tensor.
@@ -70,6 +71,7 @@ def infer_sizes(
     """
     from subtensors.dispatch.sizes.shape_guards import trace_path
     from subtensors.sizes.accepted_sizes import ConsideredSizes
+    from subtensors.sizes.real_calls import RealCalls
 
     places = _places(fn, args, dims)
     known = _distinct(places)
@@ -81,6 +83,7 @@ def infer_sizes(
             for arg, place in zip(args, places, strict=True)
         ]
 
+    real_calls = RealCalls(fn, arguments, grid)
     paths: list[tuple[ProgramPath, np.ndarray, dict[str, int]]] = []
     unknown = np.ones(grid.shape, dtype=bool)
     while unknown.any() and len(paths) < MAX_CLASSES:
@@ -90,13 +93,19 @@ def infer_sizes(
         where = grid.where_all(path.conditions) & unknown
         where[point] = True  # also where a condition is not evaluated, or doubtful
         unknown &= ~where
-        paths.append((path, where, sizes))
+        for by_real, mask, example in real_calls.decide(path, where):
+            where = where & ~mask
+            paths.append((by_real, mask, example))
+        if where.any():
+            point = tuple(np.argwhere(where)[0])
+            sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, grid.axes, point, strict=True)}
+            paths.append((path, where, sizes))
     if unknown.any():
         logger.info("%d classes of sizes found, and more not searched for", MAX_CLASSES)
     is_cut = any(len(axis) <= int(axis[-1] - axis[0]) for axis in grid.axes)
     if is_cut:
         logger.info("the Dims have more combinations of sizes than are looked at: %s", ", ".join(map(str, known)))
-    return _summary(grid, paths, is_complete=not (is_cut or unknown.any()))
+    return _summary(grid, paths, is_complete=real_calls.is_complete and not (is_cut or unknown.any()))
 
 
 def _summary(

@@ -19,6 +19,7 @@ from benchmarks import (
     optim,
     padded_ops,
     pointwise,
+    policy,
     static,
 )
 
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "optim": ("one Adam step: torch's foreach, fused and compiled beside subtensors", optim.add_arguments),
     "pointwise": ("a step of each pointwise optimizer against the bytes that it must move", pointwise.add_arguments),
     "chunked": ("linear + cross entropy: time, memory and error beside the peers", chunked.add_arguments),
+    "policy": ("policy losses of a large head: time, memory and error, whole and chunked", policy.add_arguments),
     "fit-plan": ("the rates of a chunked loss's plan, from rows of `chunked`", fit_plan.add_arguments),
     "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),

@@ -64,6 +64,21 @@ def test_a_program_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
 
 
 @pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("records", [False, True], ids=["without gradients", "with gradients"])
+def test_the_answer_of_a_bucket_that_cannot_be_captured_is_compared_too(records: bool, device: str) -> None:
+    def signal(x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1), n=x.shape[1], dim=1)  # the spectrum needs the true size
+
+    run = st.bucketed(signal, DIMS)
+    for n in (5, 6, 13, 5):
+        x = rows(n, device).requires_grad_(records)
+        torch.testing.assert_close(run(x), x)
+        if records:
+            run(x).square().sum().backward()
+            torch.testing.assert_close(x.grad, 2 * x)
+
+
+@pytest.mark.usefixtures("captured")
 def test_what_holds_at_the_first_size_by_chance_shows_at_the_second(device: str) -> None:
     def program(x: Tensor) -> Tensor:
         return x.sum(1) * (8 / x.shape[1])

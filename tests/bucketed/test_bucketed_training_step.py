@@ -143,6 +143,29 @@ def test_an_optimizer_with_accumulate_is_not_captured(device: str) -> None:
         assert "only every n-th step" in next(iter(run.stats().fallbacks))
 
 
+@pytest.mark.usefixtures("captured")
+def test_a_value_that_the_update_of_an_optimizer_reads_stays_live(device: str) -> None:
+    factor = 1.0
+
+    class Scaled(st.optim.Optimizer):
+        def update(self, p: Tensor, g: Tensor, *, lr: float) -> None:
+            p.sub_(factor * lr * g)
+
+    weight = nn.Parameter(torch.zeros(1, device=device))
+    opt = Scaled([weight], {"lr": 1.0})
+
+    def step(x: Tensor) -> None:
+        opt.zero_grad()
+        (x * weight).sum().backward()
+        opt.step()
+
+    run, expected = st.bucketed(step, {0: {0: st.Dim("n", max=16)}}, check=False), 0.0
+    for factor in (1.0, 1.0, 1.0, 5.0, 5.0, 1.0):
+        run(torch.ones(3, device=device))
+        expected -= 3 * factor
+        assert weight.item() == expected
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_backward_in_a_capture_runs_on_the_capturing_thread(device: str) -> None:
     threads: list[int] = []

@@ -73,7 +73,7 @@ def squares(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
 LOSSES = [language_model, tied, module, capped, heated, weighed, taught]
 
 
-DIVISIONS: list[dict[str, Any]] = [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "1KiB"}, {}]
+DIVISIONS: list[dict[str, Any]] = [{"rows": 2}, {"chunks": 5, "dim": 1}, {"memory_limit": "64KiB"}, {}]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,3 +191,23 @@ def test_transforms_of_functions_are_refused_clearly(loss: Any, transform: Any) 
     ):
         with pytest.raises(st.RuleError, match=r"inside torch\.func transforms"):
             transform(function)(torch.ones(2, 4, 4) if transform is torch.func.vmap else square)
+
+
+def test_a_memory_limit_that_cannot_be_met_is_refused_with_the_least_that_can() -> None:
+    h, w = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+    target = torch.zeros(64, dtype=torch.int64)
+    programs: list[Callable[[Tensor], Tensor]] = [
+        lambda h: F.cross_entropy(F.linear(h, w), target),
+        lambda h: F.linear(h, w).logsumexp(-1).mean(),
+        lambda h: F.linear(h, w).relu().sum(),
+    ]
+    for program in programs:
+        with pytest.raises(ValueError, match=r"memory_limit=1000 can't be met: .* bytes are needed at least") as raised:
+            program(st.chunk(h, memory_limit=1000))
+        found = re.search(r"(\d+) bytes", str(raised.value))
+        assert found
+        least = int(found[1])
+        assert least > h.nbytes + w.nbytes, "the gradients"
+        program(st.chunk(h, memory_limit=least)).backward()
+        with pytest.raises(ValueError, match=f": {least} bytes"):
+            program(st.chunk(h, memory_limit=least - 1))

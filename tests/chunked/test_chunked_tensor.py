@@ -35,7 +35,7 @@ options = some.fixed_dictionaries(
 divisions = some.one_of(
     some.fixed_dictionaries({"chunks": some.integers(1, 9)}),
     some.fixed_dictionaries({"rows": some.integers(1, 9)}),
-    some.fixed_dictionaries({"memory_limit": some.sampled_from(["1KiB", "20KB", 100])}),
+    some.fixed_dictionaries({"memory_limit": some.sampled_from(["20KB", "64KiB", 10**5])}),
     some.just({}),
 )
 needed = some.sets(some.sampled_from(["h", "w", "b"]))

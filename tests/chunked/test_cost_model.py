@@ -142,3 +142,9 @@ def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
     assert plan.bytes / MIB == pytest.approx(row.peak_mb, rel=0.02)
     # Chunks of a few hundred rows are worse products than the model knows of.
     assert plan.seconds * 1e3 == pytest.approx(row.step_ms, rel=0.12 if (plan.schedule.rows or 512) >= 512 else 0.25)
+
+
+@given(shape=shapes, rows=some.tuples(some.integers(1, 40000), some.integers(1, 40000)))
+def test_fewer_rows_never_take_more_memory(shape: LossShape, rows: tuple[int, int]) -> None:
+    few, many = (plan_linear_cross_entropy(shape, rows=count) for count in sorted(rows))
+    assert few.bytes <= many.bytes

@@ -20,8 +20,7 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     compensated_add,
     compensated_add_by_kernel,
 )
-from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import Problem
+from subtensors.kernels.cross_entropy.linear_cross_entropy import Problem, linear_cross_entropy
 
 ROWS, WIDTH, CLASSES = 512, 24, 96
 

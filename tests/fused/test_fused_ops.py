@@ -261,13 +261,16 @@ BEYOND: list[Function] = [
     lambda x, n: x.clamp_max(-200),
     lambda x, n: x.clamp(n, 5),
     lambda x, n: x.clamp_max(n),
+    lambda x, n: (x == n) | (x < n),
+    lambda x, n: (x >= n) & (x != -2),
+    lambda x, n: x * n + 300,
 ]
 
 
 @each_lowering
 @pytest.mark.parametrize("function", BEYOND)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-def test_integers_clamped_beyond_their_range_equal_torch(
+def test_integers_beside_numbers_beyond_their_range_equal_torch(
     lowering: Lowering, function: Function, dtype: torch.dtype
 ) -> None:
     for number in (-2, 2, 300):

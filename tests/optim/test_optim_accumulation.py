@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -79,23 +77,6 @@ def test_gradients_are_kept_until_the_update_and_dropped_after_it() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert (p.item(), p.grad) == (0.5, None)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-def test_a_copied_or_loaded_optimizer_accumulates_from_a_first_pass_on(copied: Any) -> None:
-    (p,) = ones(1)
-    optimizer = st.optim.SGD([p], lr=1.0, accumulate=2)
-    optimizer.step()
-    other = copied(optimizer)
-    (q,) = other.param_groups[0]["params"]
-    q.grad = torch.ones(1)
-    other.step()
-    assert q.item() == 1.0
-    other.step()
-    assert q.item() == 0.5
-    loaded = st.optim.SGD(ones(1))
-    loaded.load_state_dict(optimizer.state_dict())
-    assert loaded.param_groups[0]["accumulate"] == 2
 
 
 @pytest.mark.parametrize("passes", [0, -1, 1.5])

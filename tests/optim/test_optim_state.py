@@ -6,13 +6,15 @@ import collections
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from optim_oracle import assert_as_accurate, flat, makers, start, take_steps, train
-from optimizers import STATE_SHAPES, VARIANTS, supported_arguments
+from optimizers import STATE_SHAPES, VARIANTS, WITH_STATE, supported_arguments
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
 import subtensors as st
@@ -356,3 +358,34 @@ def test_float32_parameters_take_bfloat16_gradients_in_float32(device: str) -> N
     for params in (widened, mixed):
         st.optim.Adam(params, lr=0.1).step()
     assert torch.equal(flat(widened), flat(mixed))
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        ("Adam", "NAdam"),
+        ("NAdam", "Adam"),
+        ("Adam", "Adamax"),
+        ("Adam", "Lion"),
+        ("Adam", "AdamWScheduleFree"),
+        ("RMSprop", "Adadelta"),
+        ("Adadelta", "RMSprop"),
+        ("SGD", "AdamW"),
+        ("SOAP", "Shampoo"),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["state_dict", "checkpoint"])
+def test_a_state_that_shares_some_entries_is_refused_too(saved: str, into: str, checkpoint: bool) -> None:
+    nets = [torch.nn.Linear(3, 3) for _ in range(2)]
+    first = getattr(st.optim, saved)(nets[0].parameters(), **WITH_STATE[saved])
+    second = getattr(st.optim, into)(nets[1].parameters(), **WITH_STATE[into])
+    nets[0](torch.ones(2, 3)).sum().backward()
+    first.step()
+    lr = second.param_groups[0]["lr"]
+    state = get_optimizer_state_dict(nets[0], first) if checkpoint else first.state_dict()
+    load = partial(set_optimizer_state_dict, nets[1], second) if checkpoint else second.load_state_dict
+    with pytest.raises(KeyError, match="the state of another optimizer: it has"):
+        load(state)
+    assert second.param_groups[0]["lr"] == lr
+    nets[1](torch.ones(2, 3)).sum().backward()
+    second.step()

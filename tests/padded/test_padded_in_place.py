@@ -92,6 +92,39 @@ def test_a_call_may_write_to_an_out_argument() -> None:
     assert out.dense[5:].eq(7).all()
 
 
+@pytest.mark.parametrize("take", [lambda y: y[:], lambda y: y.view(y.shape), lambda y: y.transpose(0, 1).mT])
+def test_a_view_that_a_call_wrote_to_keeps_the_call_that_took_it(take: Callable[[Any], Any], device: str) -> None:
+    t = torch.randn(2, 5, device=device)
+    factor = torch.full((), 3.0, device=device, requires_grad=True)
+
+    def program(x: Any) -> Any:
+        y = x * 1
+        view = take(y)
+        torch.add(y, 1, out=view)
+        y.mul_(factor)
+        return torch.stack([view, y])
+
+    torch.testing.assert_close(program(st.pad(t, {1: SEQ})).unpad(), program(t))
+
+
+@pytest.mark.parametrize(
+    "take", [lambda y, z: torch.broadcast_tensors(y, z)[1], lambda y, z: torch.meshgrid([y[0], z[0]], indexing="ij")[1]]
+)
+def test_a_view_of_one_of_several_arguments_sees_the_writes_to_that_one(take: Callable[[Any, Any], Any]) -> None:
+    t = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+
+    def program(x: Any) -> Any:
+        y, z = x * 1, x[:1] * 1
+        view = take(y, z)
+        z.mul_(x[0].sum())
+        return view * 1
+
+    actual, expected = program(st.pad(t, {1: SEQ})).unpad(), program(t)
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), t)[0] for out in (actual, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
 def view_then_write_base(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def program(x: Any) -> Any:
         y = x * 1

@@ -24,8 +24,8 @@ NAN = float("nan")
 W3 = torch.randn(4, 4, 3, dtype=torch.float64)
 
 
-def padded(x: Tensor, d: int = 1) -> st.PaddedTensor:
-    return st.pad(x, {d: SEQ}, value=NAN)
+def padded(x: Tensor, d: int = 1, value: float = NAN) -> st.PaddedTensor:
+    return st.pad(x, {d: SEQ}, value=value)
 
 
 def outcome(program: Callable[[Any], Any], x: Any) -> Any:
@@ -40,7 +40,11 @@ def outcome(program: Callable[[Any], Any], x: Any) -> Any:
 def assert_same(program: Callable[[Any], Any], n: int, also_refuses: bool = True) -> None:
     """Check that a program returns what it returns unpadded, or refuses; with `also_refuses` where that one does."""
     x = torch.randn(2, n, 4, dtype=torch.float64)
-    wanted, found = outcome(program, x), outcome(program, padded(x))
+    for value in (NAN, 0.0):  # of the padding: undefined, or known
+        _assert_same(outcome(program, x), outcome(program, padded(x, value=value)), n, also_refuses)
+
+
+def _assert_same(wanted: Any, found: Any, n: int, also_refuses: bool) -> None:
     if isinstance(wanted, Exception) and (n == 0 or not also_refuses):
         return  # Torch has no convolution or pooling of nothing; rules have.
     if isinstance(wanted, Exception) or isinstance(found, st.RuleError):
@@ -96,6 +100,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "multiplied by all elements": lambda x: x * x.numel(),
     "expanded": lambda x: x[:, :, :1].expand(2, x.shape[1], 4) + x,
     "expanded twice": lambda x: x[:, :, 0][:, None].expand(2, x.shape[1], x.shape[1]).sum(1),
+    "expanded and summed": lambda x: x[:, :1].expand(2, x.shape[1], 4).sum(1),
     "repeated": lambda x: x.sum(1, keepdim=True).mul(x[:, :1]).repeat(1, x.shape[1], 1) + x,
     "new zeros": lambda x: x.new_zeros(x.shape[0], x.shape[1]) + x[..., 0],
     "new ones": lambda x: x.new_ones(x.shape[1] + 1, 3).sum(0),

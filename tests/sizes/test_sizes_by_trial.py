@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.sizes import real_calls
 from subtensors.sizes.accepted_sizes import AcceptedSizes
 
 N = st.Dim("n", max=64)
@@ -250,14 +251,6 @@ TWO: dict[str, Program] = {
 }  # fmt: skip
 
 
-STAND_INS_DIFFER: dict[str, list[tuple[int, ...]]] = {
-    "transposed convolution": [(2,)],
-    "adaptive pool": [(0,)],
-    "split": [(0,)],  # in 2.11
-    "pixels": [point for point in itertools.product(range(10), repeat=2) if 0 in point and (sum(point) % 2)],
-}
-"""Sizes with an empty input or result, where torch's stand-in without values checks other than its kernel does."""
-
 TAKEN_ONE_BY_ONE = {"pool with ceil mode", "a loop over steps", "a square by math"}
 """Programs that branch on each size, so that the last of 65 is not tried."""
 
@@ -276,8 +269,6 @@ def test_inferred_sizes_are_those_that_a_program_runs_on(name: str) -> None:
     program, *shapes = (ONE | TWO)[name]
     found, runs = trial(program, tuple(shapes))
     mask = inferred(found, runs)
-    for point in STAND_INS_DIFFER.get(name, []):
-        mask[point] = runs[point]
     assert found.is_complete == (name not in TAKEN_ONE_BY_ONE)
     wrong = mask & ~runs if name in TAKEN_ONE_BY_ONE else mask != runs
     assert not wrong.any(), (np.argwhere(wrong).tolist(), found)
@@ -291,6 +282,32 @@ def test_a_program_that_branches_on_values_is_undecided() -> None:
     assert not found.is_complete
     assert 4 not in found
     assert not any(c.is_decided or c.is_accepted for c in found.classes)
+
+
+def test_more_empty_calls_than_are_tried_are_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, shape = ONE["adaptive pool"]
+    assert trial(program, (shape,))[0].is_complete
+    monkeypatch.setattr(real_calls, "MAX_CALLS", 0)
+    assert not trial(program, (shape,))[0].is_complete
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_more_runs_by_real_tensors_than_are_made_are_undecided(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def then(x: Tensor) -> Tensor:
+        if is_refused and x.shape[-1] == 0:
+            raise ValueError("nothing is left")
+        return x
+
+    layer = nn.ConvTranspose1d(3, 4, 4, 2, 3)
+    shapes: tuple[Shape, ...] = ((2, 3, N),)
+    found, runs = trial(lambda x: then(layer(x)), shapes)
+    assert (2 in found) == runs[2] != is_refused
+    monkeypatch.setattr(real_calls, "MAX_RUNS", 0)
+    found, _ = trial(lambda x: then(layer(x)), shapes)
+    assert 2 not in found
+    assert not found.is_complete
 
 
 def test_more_combinations_than_are_looked_at_are_reported_as_incomplete() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subtensors.bucketed.state.guards import TensorSnapshot
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
+from subtensors.optim.accumulation import accumulates
 from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
 
@@ -45,6 +46,7 @@ class Optimizers:
         self._tensors = list(compress(entries, self._is_tensor))
         self._snapshot = TensorSnapshot(self._tensors)
         self._options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
+        self._read_values = self._values_read()
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of their state."""
@@ -84,7 +86,12 @@ class Optimizers:
         options = [_options(opt, group) for opt in self.found for group in opt.param_groups]
         if options != self._options:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
+        if self._values_read() != self._read_values:
+            return "a value changed that the update of an optimizer reads besides its arguments"
         return ""
+
+    def _values_read(self) -> list[tuple[object, ...]]:
+        return [opt._updater.function.read_values() for opt in self.found if isinstance(opt, Optimizer)]
 
     def reread_state(self) -> None:
         """Make the optimizers of `st.optim` read their state again, by setting each tensor in it anew."""
@@ -93,7 +100,7 @@ class Optimizers:
 
     def no_capture_reason(self) -> str:
         """Return the reason why their steps cannot be captured; "" if they can."""
-        if any(isinstance(opt, Optimizer) and opt.param_groups[0].get("accumulate", 1) != 1 for opt in self.found):
+        if any(isinstance(opt, Optimizer) and accumulates(opt.param_groups) for opt in self.found):
             return "an optimizer updates only every n-th step (accumulate=n), and a graph does the same in each"
         return ""
 

@@ -223,6 +223,10 @@ class _Values:
         """Undo what was written since the snapshot."""
         with torch.no_grad():
             for t, values in zip(self.tensors, self._copies, strict=True):
+                # Torch writes to no dim that is expanded: one element of it is all.
+                once = [d for d in range(t.dim()) if t.layout is torch.strided and t.stride(d) == 0 and t.shape[d] > 1]
+                for d in once:
+                    t, values = t.narrow(d, 0, 1), values.narrow(d, 0, 1)
                 t.copy_(values)
 
 

@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class Adadelta(Optimizer):
@@ -48,6 +49,7 @@ class Adadelta(Optimizer):
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012).
     """
 
+    _accepted = Like(torch.optim.Adadelta)
     optional = ("weight_decay",)
     state = {"square_avg": torch.zeros_like, "acc_delta": torch.zeros_like}
 
@@ -65,7 +67,7 @@ class Adadelta(Optimizer):
         differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Adadelta, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

@@ -15,8 +15,9 @@ from subtensors.kernels.fused.row_column_means import reference, row_column_mean
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
 from subtensors.optim.batches import BatchKind
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, ParamGroup, torch_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 
 class Adafactor(MatrixOptimizer):
@@ -63,6 +64,7 @@ class Adafactor(MatrixOptimizer):
     placing of eps1.
     """
 
+    _accepted = Like(torch.optim.Adafactor)
     is_replayable = True
     optional = ("weight_decay",)
     state = {
@@ -84,7 +86,7 @@ class Adafactor(MatrixOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Adafactor, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
         """Rows and columns for tensors that have them, and the full second moment for the rest."""

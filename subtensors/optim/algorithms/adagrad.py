@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class Adagrad(Optimizer):
@@ -49,6 +50,7 @@ class Adagrad(Optimizer):
     Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011).
     """
 
+    _accepted = Like(torch.optim.Adagrad)
     optional = ("weight_decay",)
     state = {"sum": torch.zeros_like}
 
@@ -67,7 +69,7 @@ class Adagrad(Optimizer):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Adagrad, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
         self._create_state()
 
     def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup, torch_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 Betas = tuple[float | Tensor, float | Tensor]
 
@@ -58,6 +59,7 @@ class Adam(Optimizer):
     and Beyond" (2018) for amsgrad.
     """
 
+    _accepted = Like(torch.optim.Adam)
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
@@ -79,7 +81,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Adam, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """The largest second moment only with amsgrad."""

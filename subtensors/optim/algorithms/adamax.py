@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class Adamax(Optimizer):
@@ -47,6 +48,7 @@ class Adamax(Optimizer):
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015), section 7.1.
     """
 
+    _accepted = Like(torch.optim.Adamax)
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_inf": torch.zeros_like}
 
@@ -64,7 +66,7 @@ class Adamax(Optimizer):
         capturable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Adamax, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

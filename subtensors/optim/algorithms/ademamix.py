@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, update_moments
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options
 
 
 class AdEMAMix(Optimizer):
@@ -53,6 +54,7 @@ class AdEMAMix(Optimizer):
     Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024), Algorithm 1.
     """
 
+    _accepted = Ranges(alpha="[0, inf]", beta3_warmup="None or (0, inf]", alpha_warmup="None or (0, inf]")
     optional = ("weight_decay",)
     state = {
         "exp_avg_fast": torch.zeros_like,
@@ -74,13 +76,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = own_defaults(locals())
-        check_not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
-        check_fractions(3, betas=betas)
-        for name, steps in {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}.items():
-            if steps is not None and not steps > 0:
-                raise ValueError(f"Invalid {name}: {steps}; expected None, or 1 or more steps")
-        super().__init__(params, defaults, **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

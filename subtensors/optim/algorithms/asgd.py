@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class ASGD(Optimizer):
@@ -49,6 +50,7 @@ class ASGD(Optimizer):
     Source: Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with Bottou's schedules.
     """
 
+    _accepted = Like(torch.optim.ASGD)
     optional = ("weight_decay",)
     host_entries = ()  # torch, too, keeps these counts on the device
     state = {
@@ -71,7 +73,7 @@ class ASGD(Optimizer):
         capturable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.ASGD, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The learning rate of the first step is lr."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, update_moments
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options
 
 
 class LAMB(Optimizer):
@@ -46,6 +47,7 @@ class LAMB(Optimizer):
     with the identity for phi.
     """
 
+    _accepted = Ranges()
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
 
@@ -60,9 +62,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_fractions(2, betas=betas)
-        super().__init__(params, own_defaults(locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

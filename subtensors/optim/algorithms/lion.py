@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options
 
 
 class Lion(Optimizer):
@@ -41,6 +42,7 @@ class Lion(Optimizer):
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Algorithm 2.
     """
 
+    _accepted = Ranges()
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True}
     state = {"exp_avg": torch.zeros_like}
@@ -55,9 +57,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay)
-        check_fractions(2, betas=betas)
-        super().__init__(params, own_defaults(locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.read_values import ReadValues
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.writes import WriteWatch
+from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.lists.batched import run_by_shape
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.launch import Prelude
@@ -19,7 +22,13 @@ from subtensors.optim.dtensor import full_tensor, is_sharded, write_part
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
 from subtensors.optim.step import StepFunction
-from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, compute_dtype, prepare_gradient
+from subtensors.optim.traced_update import (
+    SUM_OF_SQUARES,
+    StepValues,
+    compute_dtype,
+    prepare_gradient,
+    refuse_lost_update,
+)
 
 
 class MatrixOptimizer(Optimizer):
@@ -140,8 +149,18 @@ class ListStep:
     """
 
     def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._values: ReadValues | None = None
+        self._has_written = False
+        """True once an update was seen to write something."""
         # An instance without attributes, as in `single_tensor_step`.
         self._update: Callable[..., None] = object.__new__(cls).update  # type: ignore[attr-defined]
+
+    def read_values(self) -> tuple[object, ...]:
+        """The values that `update` reads besides its arguments now, in a form that can be compared."""
+        if self._values is None or not self._values.hold():
+            self._values = ReadValues(self._update)
+        return self._values.key
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
         """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
@@ -190,7 +209,13 @@ class ListStep:
         present = [x for x in (weights, *states, average) if x is not None]
         written = [x for x in present if x.tensors[0].device == weights.tensors[0].device]
         before = [] if found_inf is None else [x.clone() for x in written]
+        # Only the first step looks: there may be a thousand tensors.
+        looks = not self._has_written and current_recording() is None
+        watch = WriteWatch([t for x in (weights, *states) if looks and x is not None for t in x.tensors])
         self._update(weights, gradients, *states, **hyperparameters)
+        if looks:
+            refuse_lost_update(self._cls, watch)
+            self._has_written = True
         if average is not None:
             _approach(average, weights, ema)
         for target, value in zip(written, before, strict=False):

@@ -13,8 +13,9 @@ from torch import Tensor
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 from subtensors.optim.traced_update import compute_dtype
 
 Coefficients = tuple[float, float, float]
@@ -61,6 +62,7 @@ class Muon(MatrixOptimizer):
     Scalable for LLM Training" (2025) for `match_rms_adamw`. The form is torch's.
     """
 
+    _accepted = Like(torch.optim.Muon, ns_steps="[0, 100)")
     is_replayable = True
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -77,11 +79,7 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        if len(ns_coefficients) != 3:
-            raise ValueError(f"Invalid ns_coefficients: {ns_coefficients}; expected three numbers")
-        if not 0 <= ns_steps < 100:
-            raise ValueError(f"Invalid ns_steps: {ns_steps}; expected 0 or more, and less than 100")
-        super().__init__(params, torch_defaults(torch.optim.Muon, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, decay_weights, update_moments
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class NAdam(Optimizer):
@@ -52,6 +53,7 @@ class NAdam(Optimizer):
     Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016).
     """
 
+    _accepted = Like(torch.optim.NAdam)
     optional = ("weight_decay",)
     host_entries = ("step", "mu_product")
     state = {
@@ -76,7 +78,7 @@ class NAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.NAdam, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

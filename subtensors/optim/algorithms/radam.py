@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import decay_weights, update_moments
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class RAdam(Optimizer):
@@ -53,6 +54,7 @@ class RAdam(Optimizer):
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2020), with torch's threshold of 5.
     """
 
+    _accepted = Like(torch.optim.RAdam)
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
 
@@ -71,7 +73,7 @@ class RAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.RAdam, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def update(
         self,

@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup, torch_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 
 class RMSprop(Optimizer):
@@ -52,6 +53,7 @@ class RMSprop(Optimizer):
     Recurrent Neural Networks" (2013) for centered.
     """
 
+    _accepted = Like(torch.optim.RMSprop)
     optional = ("weight_decay",)
     state = {
         "square_avg": torch.zeros_like,
@@ -74,7 +76,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.RMSprop, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer only with a momentum, an average of the gradients only when centered."""

@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, torch_defaults
+from subtensors.optim.options import Options
 
 
 class Rprop(Optimizer):
@@ -46,6 +47,7 @@ class Rprop(Optimizer):
     (1993); the variant without weight backtracking, as torch has it.
     """
 
+    _accepted = Like(torch.optim.Rprop)
     state = {"prev": torch.zeros_like, "step_size": torch.zeros_like}
 
     def __init__(
@@ -61,7 +63,7 @@ class Rprop(Optimizer):
         differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.Rprop, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Every element starts with a step size of lr, in both parts of a complex number."""

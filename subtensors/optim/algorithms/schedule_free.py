@@ -9,8 +9,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options
 from subtensors.optim.state import MASTER
 
 
@@ -57,6 +58,7 @@ class AdamWScheduleFree(Optimizer):
     Source: Defazio et al., "The Road Less Scheduled" (2024), Algorithm 1.
     """
 
+    _accepted = Ranges(betas=("(0, 1)", "[0, 1)"), warmup_steps="[0, inf]")  # with a first of 0, y would not hold x
     optional = ("weight_decay", "warmup_steps")
     state = {
         "z": torch.clone,
@@ -79,11 +81,7 @@ class AdamWScheduleFree(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps)
-        check_fractions(2, betas=betas)
-        if betas[0] == 0:
-            raise ValueError(f"Invalid betas: {betas}; expected the first to be more than 0, as y would not hold x")
-        super().__init__(params, own_defaults(locals()) | {"train_mode": True}, **options)
+        super().__init__(params, hyperparameters(locals()) | {"train_mode": True}, **options)
 
     def update(
         self,

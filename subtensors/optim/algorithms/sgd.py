@@ -7,8 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Like, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup, torch_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 
 class SGD(Optimizer):
@@ -49,6 +50,7 @@ class SGD(Optimizer):
     placing of the learning rate and its undamped first step.
     """
 
+    _accepted = Like(torch.optim.SGD)
     optional = ("weight_decay", "dampening")
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -67,7 +69,7 @@ class SGD(Optimizer):
         fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, torch_defaults(torch.optim.SGD, locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer with a momentum; a count only where dampening makes the first step another."""

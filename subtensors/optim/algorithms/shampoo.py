@@ -24,8 +24,9 @@ from subtensors.optim.algorithms.preconditioners import (
     square,
     widened,
 )
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 
 class Shampoo(MatrixOptimizer):
@@ -73,6 +74,9 @@ class Shampoo(MatrixOptimizer):
     grafting.
     """
 
+    _accepted = Ranges(
+        eps="(0, inf]", beta2="(0, 1]", update_freq="[1, inf]", max_size="[0, inf]", grafting="None or 'sgd'"
+    )
     optional = ("weight_decay",)
     state = {
         "step": host_count,
@@ -99,17 +103,7 @@ class Shampoo(MatrixOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay, max_size=max_size)
-        check_fractions(1, momentum=momentum)
-        if not 0 < beta2 <= 1:
-            raise ValueError(f"Invalid beta2: {beta2}; expected more than 0, and at most 1")
-        if not eps > 0:
-            raise ValueError(f"Invalid eps: {eps}; expected more than 0")
-        if update_freq < 1:
-            raise ValueError(f"Invalid update_freq: {update_freq}; expected 1 or more")
-        if grafting not in (None, "sgd"):
-            raise ValueError(f"Invalid grafting: {grafting!r}; expected None or 'sgd'")
-        super().__init__(params, own_defaults(locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer only with a momentum."""

@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options, ParamGroup
 
 
 class SignSGD(Optimizer):
@@ -41,6 +42,7 @@ class SignSGD(Optimizer):
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018), Algorithms 1 and 2.
     """
 
+    _accepted = Ranges()
     optional = ("weight_decay",)
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -54,9 +56,7 @@ class SignSGD(Optimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay)
-        check_fractions(1, momentum=momentum)
-        super().__init__(params, own_defaults(locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """A buffer only with a momentum."""

@@ -25,8 +25,9 @@ from subtensors.optim.algorithms.preconditioners import (
     square,
     widened,
 )
+from subtensors.optim.hyperparameters import Ranges, hyperparameters
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, check_fractions, check_not_negative, own_defaults
+from subtensors.optim.options import Options
 
 
 class SOAP(MatrixOptimizer):
@@ -76,6 +77,7 @@ class SOAP(MatrixOptimizer):
     order of columns and the defaults are those of its authors' code.
     """
 
+    _accepted = Ranges(shampoo_beta="-1 or [0, 1)", precondition_frequency="[1, inf]", max_precond_dim="[0, inf]")
     optional = ("weight_decay",)
     state = {
         "step": host_count,
@@ -102,13 +104,7 @@ class SOAP(MatrixOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, max_precond_dim=max_precond_dim)
-        check_fractions(2, betas=betas)
-        if shampoo_beta != -1:
-            check_fractions(1, shampoo_beta=shampoo_beta)
-        if precondition_frequency < 1:
-            raise ValueError(f"Invalid precondition_frequency: {precondition_frequency}; expected 1 or more")
-        super().__init__(params, own_defaults(locals()), **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and bases of the sides that have them."""

@@ -1,0 +1,241 @@
+"""The cross entropy of a linear layer by its kernels: within which limits, by which plan, with which options.
+
+The plan is the cost model's choice for the sizes of the loss and the limits that a user set. Row statistics of a linear
+layer (`lower_statistics.py`) are planned here, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.cost_model import (
+    ChunkPlan,
+    LossShape,
+    plan_linear_cross_entropy,
+    plan_row_statistics,
+)
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, known_tensor, without_ambient_modes
+from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
+from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limit
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
+from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """The plan of a cross entropy that kernels compute.
+
+    Args:
+        shape: the sizes of the problem.
+        chunks: the schedule, and its expected cost.
+        options: the options of the cross entropy.
+    """
+
+    shape: LossShape
+    chunks: ChunkPlan
+    options: CrossEntropy
+
+    def describe(self) -> str:
+        """Describe the plan in lines."""
+        changed = [
+            (field.name, value)
+            for field in fields(self.options)
+            if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
+        ]
+        shape = self.shape
+        return (
+            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes\n"
+            f"  {self.chunks}\n"
+            f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
+        )
+
+
+def _equal(value: object, default: object) -> bool:
+    return not isinstance(value, Tensor) and bool(value == default)
+
+
+def cross_entropy_of_linear(
+    rows: LazyValue,
+    weight: LazyValue,
+    bias: LazyValue | None,
+    target: Tensor,
+    *,
+    dtype: torch.dtype,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    grad: bool,
+) -> Tensor | None:
+    """Return the cross entropy of a linear layer that nothing else has read, without class weights.
+
+    Args:
+        rows: (N, H), an input of the region.
+        weight: (V, H), a constant.
+        bias: (V,), a constant, or None.
+        target: (N,) class indices, plain.
+        dtype: of the logits.
+        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        grad: whether the result requires grad.
+
+    Returns:
+        a number; None where `lowered_cross_entropy` has to decide.
+    """
+    layout = rows.layout
+    if layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
+        return None
+    hidden, weights = known_tensor(rows), known_tensor(weight)
+    biases = None if bias is None else known_tensor(bias)
+    assert hidden is not None
+    assert weights is not None
+    if target.dtype is not torch.int64 or target.shape != hidden.shape[:1]:
+        return None
+    if not hidden.shape[0] or not weights.shape[0]:
+        return None
+    if dtype is torch.float64 is not hidden.dtype:
+        return None  # the kernels compute in a narrower dtype than was requested
+    options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
+    result_dtype = loss_dtype(dtype, rows.device.type)
+    return linear_cross_entropy_loss(hidden, weights, biases, target, options, layout, grad, result_dtype)
+
+
+def linear_cross_entropy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: CrossEntropy,
+    layout: RowLayout,
+    needs_grad: bool,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Compute the cross entropy of a linear layer by the kernels.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        target: (N,) class indices, or (N, V) distributions.
+        options: the options of the cross entropy.
+        layout: of the logits.
+        needs_grad: whether the result requires grad.
+        dtype: of the result.
+
+    Returns:
+        a number; None where the dtypes don't fit together.
+    """
+    if weight.dtype is not hidden.dtype and weight.dtype is not MASTER_DTYPE.get(hidden.dtype):
+        return None
+    if bias is not None and bias.dtype != hidden.dtype:
+        return None
+    axis, policy = layout.axis, layout.axis.policy
+    shape = loss_shape(hidden, weight, needs_grad, policy.exact)
+    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
+    with without_ambient_modes(needs_grad):
+        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
+        if loss.grad_fn is not None:
+            vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
+        return axis.with_backward_hooks(loss).to(dtype)
+
+
+def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
+    """Return the dtype of a cross entropy of logits: theirs, or float32 under autocast."""
+    return torch.float32 if logits.itemsize == 2 and is_autocast(device) else logits
+
+
+def cross_entropy_options(
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    temperature: float,
+    reduction: str,
+) -> CrossEntropy:
+    """Return the options of a cross entropy; cached, since each step of a training run needs the same."""
+    if class_weight is None:
+        return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
+    return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
+
+
+_options = functools.lru_cache(maxsize=256)(CrossEntropy)
+
+
+def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
+    """Return the schedule of a loss: that of the policy, or the choice of the cost model.
+
+    Args:
+        shape: of the loss.
+        policy: the limits that the user set.
+        rows: rows of a chunk, where the policy sets rows or chunks.
+        device: its free memory is the limit where the policy sets none.
+
+    Raises:
+        ValueError: the limit that the user set can't be met.
+    """
+    plan = _cached_plan(shape, policy.exact, rows, *_limits(policy, rows, device))
+    check_limit(policy.memory_limit, plan.bytes)
+    return plan
+
+
+def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
+    """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
+    return _cached_statistics_plan(shape, rows, *_limits(policy, rows, device))
+
+
+def _limits(policy: Policy, rows: int | None, device: torch.device) -> tuple[int | None, int | None]:
+    """Return the user's limit of memory, and where there is none, nor rows, the free memory."""
+    if rows is not None or policy.memory_limit is not None:
+        return policy.memory_limit, None
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return None, free and _rounded_down(free)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_plan(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
+    """Return the plan of a loss; cached, since each step of a training run needs the same."""
+    accumulate: Accumulate = "exact" if exact else "fast"
+    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_statistics_plan(
+    shape: LossShape, rows: int | None, limit: int | None, free: int | None
+) -> ChunkPlan | None:
+    """Return the plan of row statistics; cached as well."""
+    return plan_row_statistics(shape, rows=rows, memory_limit=limit, free_bytes=free)
+
+
+def _rounded_down(free: int) -> int:
+    """Round free memory down to a sixteenth, so that allocations of other processes don't change the plan."""
+    step = 1 << max(0, free.bit_length() - 5)
+    return free // step * step
+
+
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
+    """Return the sizes that the cost of a loss depends on.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        grad: whether gradients are recorded.
+        exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
+    """
+    size = hidden.itemsize
+    needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
+    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
+
+
+_shape = functools.lru_cache(maxsize=256)(LossShape)
+
+
+def requested_rows(layout: RowLayout) -> int | None:
+    """Return the rows of the logits in a chunk where the policy sets them; else None."""
+    policy = layout.axis.policy
+    if policy.rows is None and policy.chunks is None:
+        return None
+    size = layout.axis.size
+    return max(1, layout.size_in((0, min(size, layout.axis.rows(lambda limit: size)))))

@@ -1,0 +1,144 @@
+"""Lowering of row statistics of a linear layer that nothing else reads: by columns, once, instead of chunk by chunk.
+
+    before    hidden rows --> mm --> row_statistics --> ops on rows        for each chunk, the weight's gradient summed
+    after     linear_row_statistics(hidden, weight) --> by rows --> ops    once; the chunks are of numbers a row
+
+Autograd then brings the gradients of the statistics to a second pass by columns, whatever the program made of them:
+a loss that needs whole sequences costs no more than a mean. Each block of columns writes its rows of the weight's
+gradient in one product, so that is exact without memory for a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyNode,
+    LazyValue,
+    RowSlice,
+    emit,
+    identity,
+    recording,
+    replicated,
+)
+from subtensors.dispatch.chunked.linear_loss import requested_rows, statistics_plan
+from subtensors.dispatch.chunked.match_logits import (
+    LinearLogits,
+    View,
+    master_weight,
+    match_linear_logits,
+    transposed_weight,
+)
+from subtensors.dispatch.chunked.record import record
+from subtensors.dispatch.chunked.row_statistics import StatisticsOp
+from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics
+
+aten = torch.ops.aten
+
+
+class LinearStatisticsOp:
+    """The op on a whole linear layer: hidden states, weight, bias and operands to a list of results.
+
+    Args:
+        op: the op on chunks of its logits.
+        plan: the blocks of columns.
+        sizes: of the logits without the classes.
+    """
+
+    def __init__(self, op: StatisticsOp, plan: ChunkPlan, sizes: torch.Size) -> None:
+        self.op, self.plan, self.sizes = op, plan, sizes
+        self.__name__ = "linear_row_statistics"
+
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: Tensor) -> list[Tensor]:
+        """Compute the results."""
+        self.op.is_final = True
+        schedule, options = self.plan.schedule, self.op.options
+        assert schedule.columns is not None
+        classes, vector = self.op.rows_of(operands, hidden)
+        found = linear_row_statistics(
+            hidden, weight, bias, classes, vector, options=options, columns=schedule.columns, kept=schedule.kept
+        )
+        return self.op.results(found, self.sizes)
+
+
+def lower_statistics(requested: LazyValue) -> None:
+    """Lower the statistics that a value depends on, where their logits are a linear layer that it reads nowhere else.
+
+    Args:
+        requested: a value that is about to be evaluated.
+    """
+    nodes, read = _reachable(requested)
+    for node in nodes:
+        logits = node.args[0]
+        found = match_linear_logits(logits)
+        if found is None or found.transforms.base in read or not (node.grad and found.weight.needs_grad):
+            continue
+        _lower(node, logits, found)
+
+
+def _reachable(requested: LazyValue) -> tuple[list[LazyNode], set[LazyValue]]:
+    """Return the statistics that a value depends on, and the values that it reads but for their logits."""
+    nodes: dict[int, LazyNode] = {}
+    read, stack = set[LazyValue](), [requested]
+    while stack:
+        value = stack.pop()
+        if value in read or value.node is None or value.tensor is not None:
+            continue
+        read.add(value)
+        operands = [x.value if isinstance(x, RowSlice) else x for x in value.node.operands()]
+        if isinstance(value.node.op, StatisticsOp):
+            nodes[id(value.node)] = value.node
+            operands = operands[1:]
+        stack.extend(operands)
+    return list(nodes.values()), read
+
+
+def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
+    """Make the results of an op on chunks those of an op on the whole linear layer."""
+    op, layout = node.op, logits.layout
+    assert isinstance(op, StatisticsOp)
+    assert layout is not None
+    with recording(True):
+        hidden = _rows_of(_full(found.hidden), found.transforms.views)
+        weight = master_weight(transposed_weight(found.weight), hidden.dtype)
+    if logits.dtype is torch.float64 is not hidden.dtype:
+        return  # the kernels compute in a narrower dtype than was requested
+    rows, width = hidden.shape
+    sizes = hidden.dtype.itemsize, weight.dtype.itemsize
+    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad)
+    plan = statistics_plan(shape, layout.axis.policy, requested_rows(layout), logits.device)
+    if plan is None:
+        return
+    operands = [replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]
+    whole = LinearStatisticsOp(op, plan, logits.shape[:-1])
+    # A result that was freed is computed, too: the op on chunks does so.
+    metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]
+    values = emit(whole, (hidden, weight, found.bias, *operands), {}, metas, [None] * len(metas), None, grad=True)
+    for result, value in zip(node.outputs, values, strict=True):
+        if result is not None and result.layout is not None:
+            result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, layout.axis, node.grad)
+            result.node.add_output(result)
+
+
+def _full(value: LazyValue) -> LazyValue:
+    """Return an input of the region in full, reshaped and cast as it was recorded."""
+    node = value.node
+    if node is None or value.tensor is not None:
+        return replicated(value)
+    rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
+    return emit(node.op, (_full(node.args[0]), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
+
+
+def _rows_of(hidden: LazyValue, views: tuple[View, ...]) -> LazyValue:
+    """Return the rows of hidden states that logits with these views are computed from: (N, H)."""
+    if not any(isinstance(view, tuple) for view in views):
+        return hidden
+    for view in views:
+        if isinstance(view, tuple):
+            hidden = record(aten.slice.Tensor, hidden, *view)
+        else:
+            hidden = record(aten.reshape.default, hidden, [*view, hidden.shape[-1]])
+    out: LazyValue = record(aten.reshape.default, hidden, [-1, hidden.shape[-1]])
+    return out

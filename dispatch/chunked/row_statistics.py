@@ -1,0 +1,177 @@
+"""Statistics of rows of logits, recorded as one op with several results: a chunk's logits are read once for all.
+
+`logsumexp`, `argmax`, a gathered log-probability, an entropy: each is asked for in a call of its own. The first one
+records the op; the others of the same logits add a result to it, until it runs. Where the logits are a linear layer
+that nothing else reads, `lower_statistics.py` runs it as a whole instead of chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, NeedsMaterialize, emit, recording, replicated
+from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
+from subtensors.dispatch.chunked.record import sliced
+from subtensors.kernels.cross_entropy.row_statistics import row_statistics
+from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, StatisticsOptions
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+
+Kind = Literal["log_sum_exp", "logit", "log_probability", "negative_entropy", "expectation", "argmax"]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One result of the op.
+
+    Args:
+        kind: its name.
+        count: of classes a row, for "logit" and "log_probability": its result is (..., count).
+        operand: the position of its classes or of its vector among the op's operands; -1 without one.
+    """
+
+    kind: Kind
+    count: int = 0
+    operand: int = -1
+
+
+class StatisticsOp:
+    """The op: logits (..., V) and operands to a list of results, (...) or (..., count) each.
+
+    Args:
+        softcap, temperature: see `CrossEntropy`.
+    """
+
+    def __init__(self, softcap: float | None, temperature: float) -> None:
+        self.softcap, self.temperature = softcap, temperature
+        self.statistics: list[Statistic] = []
+        self.is_final = False
+        """True once the op has run: what its backward runs again must be the same."""
+        self.__name__ = "row_statistics"
+
+    def __call__(self, logits: Tensor, *operands: Tensor) -> list[Tensor]:
+        """Compute the results of a chunk."""
+        self.is_final = True
+        rows = logits.flatten(0, -2)
+        return self.results(row_statistics(rows, *self.rows_of(operands, rows), self.options), logits.shape[:-1])
+
+    @property
+    def options(self) -> StatisticsOptions:
+        """The options of the kernels."""
+        kinds = {statistic.kind for statistic in self.statistics}
+        return StatisticsOptions(self.softcap, self.temperature, "negative_entropy" in kinds, "argmax" in kinds)
+
+    def rows_of(self, operands: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the given classes, (T, N), and the vector or None, for N rows."""
+        classes = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.count]
+        vectors = [operands[s.operand] for s in self.statistics if s.kind == "expectation"]
+        nothing = torch.empty(0, rows.shape[0], dtype=torch.int64, device=rows.device)
+        return torch.cat(classes) if classes else nothing, vectors[0] if vectors else None
+
+    def results(self, found: LogitStatistics, sizes: torch.Size) -> list[Tensor]:
+        """Return the results, in their order."""
+        out: list[Tensor] = []
+        begin = 0
+        for statistic in self.statistics:
+            if statistic.count:
+                of_rows = found.target_logits if statistic.kind == "logit" else found.log_probabilities
+                out.append(of_rows[begin : begin + statistic.count].t().reshape(*sizes, statistic.count))
+                begin += statistic.count
+                continue
+            single = getattr(found, statistic.kind)
+            assert isinstance(single, Tensor)
+            out.append(single.view(sizes))
+        return out
+
+
+MAX_CLASSES = 16
+"""The most classes a row whose logits or log-probabilities the kernels look for."""
+
+_recorded: weakref.WeakKeyDictionary[LazyValue, list[tuple[object, weakref.ref[LazyNode]]]]
+_recorded = weakref.WeakKeyDictionary()
+"""The ops on logits, by the rows that these are a transform of."""
+
+
+def has_rows(logits: LazyValue) -> bool:
+    """Return whether logits are rows of classes, chunked along another dim than the classes."""
+    sized = logits.ndim >= 2 and logits.shape[-1] > 0 and logits.dtype.is_floating_point
+    return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
+
+
+def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None, grad: bool) -> LazyValue | None:
+    """Record a statistic of the last dim of logits.
+
+    Args:
+        logits: (..., V), chunked along another dim than the last.
+        kind: of the statistic.
+        operand: (..., T), the classes of each row, for "logit" and "log_probability"; (V,), for "expectation".
+        grad: whether it is differentiable.
+
+    Returns:
+        (...) or (..., T), chunked, in the dtype of the kernels' arithmetic; None where these don't take the logits.
+    """
+    layout = logits.layout
+    if not has_rows(logits) or layout is None:
+        return None
+    is_class = kind in ("logit", "log_probability")
+    if is_class and (
+        operand is None
+        or operand.shape[:-1] != logits.shape[:-1]
+        or operand.shape[-1] > MAX_CLASSES
+        or operand.dtype is not torch.int64
+    ):
+        return None
+    if operand is not None and operand.device != logits.device:
+        return None
+    transforms, rows = untransformed_rows(logits)
+    dtype = torch.int64 if kind == "argmax" else arithmetic_dtype(rows.dtype)
+    count = operand.shape[-1] if is_class and operand is not None else 0
+    meta = torch.empty((*logits.shape[:-1], count) if is_class else logits.shape[:-1], dtype=dtype, device="meta")
+    grad = grad and logits.needs_grad
+    key = transforms.views, transforms.softcap, transforms.temperature, grad
+    operands = () if operand is None else (sliced(operand, layout) if is_class else replicated(operand),)
+    node = _open_node(transforms.base, key, has_vector=kind == "expectation")
+    if node is None:
+        op = StatisticsOp(transforms.softcap, transforms.temperature)
+        op.statistics.append(Statistic(kind, count, len(operands) - 1))
+        value = emit(op, (rows, *operands), {}, [meta], [layout], layout.axis, grad)[0]
+        assert isinstance(value, LazyValue)
+        assert value.node is not None
+        _recorded.setdefault(transforms.base, []).append((key, weakref.ref(value.node)))
+        return value
+    assert isinstance(node.op, StatisticsOp)
+    node.op.statistics.append(Statistic(kind, count, len(node.args) - 1 if operands else -1))
+    node.args = (*node.args, *operands)
+    value = LazyValue(meta, logits.device, layout, node, node.grad and dtype.is_floating_point)
+    node.add_output(value)
+    return value
+
+
+def _open_node(base: LazyValue, key: object, has_vector: bool) -> LazyNode | None:
+    """Return the op on these logits that a result can be added to; None where there is none."""
+    for known, reference in _recorded.get(base, ()):
+        node = reference()
+        if known != key or node is None or not isinstance(node.op, StatisticsOp) or node.op.is_final:
+            continue
+        if not (has_vector and any(s.kind == "expectation" for s in node.op.statistics)):
+            return node
+    return None
+
+
+def untransformed_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
+    """Return the transforms of logits and the rows before them; without a match, no transforms and the logits."""
+    transforms = match_transforms(logits)
+    try:
+        with recording(logits.needs_grad):
+            rows = transforms.rows()
+    except NeedsMaterialize:
+        return TransformedLogits(logits), logits
+    a, b = rows.layout, logits.layout
+    is_aligned = a is not None and b is not None and a.dim == b.dim and a.aligns_with(b)
+    if not is_aligned or logits.dtype == torch.float64 != rows.dtype:
+        return TransformedLogits(logits), logits
+    return transforms, rows

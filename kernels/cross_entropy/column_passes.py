@@ -1,0 +1,155 @@
+"""Two passes over the logits of a linear layer by blocks of columns: fold them, then write their gradient over them.
+
+What lies between the passes is the caller's: a cross entropy runs both at once, row statistics run the second one when
+autograd brings their gradients. See `linear_cross_entropy.py` for why columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
+from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, product_into
+
+Parts = list[tuple[int, int]]
+
+
+@dataclass
+class _Memory:
+    """The memory of both passes.
+
+    Args:
+        scratch: of one block of logits; after the first pass it holds the last one.
+        weight_grad: of the weight's gradient; until it is written, kept logits wait there.
+        places: the memory of the blocks that are kept between the passes, by number.
+    """
+
+    scratch: Tensor
+    weight_grad: Tensor | None
+    places: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ColumnPasses:
+    """The two passes over the logits of a linear layer.
+
+    Args:
+        linear: the linear layer.
+        columns: of a block.
+        kept: the number of columns, beside those in the memory of the weight's gradient, that are kept between the
+            passes; others are computed again.
+    """
+
+    def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
+        self.linear, self.kept = linear, kept
+        self.blocks = parts(linear.weight.shape[0], columns)
+        self._memory: _Memory | None = None
+        """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
+
+    def fold(self, fold: Callable[[Block], None]) -> None:
+        """Run the first pass.
+
+        Args:
+            fold: called with each block of logits, in order.
+        """
+        linear, all_rows = self.linear, (0, self.linear.hidden.shape[0])
+        memory = self._allocate()
+        if any(linear.needs):
+            memory.places = _places(linear, self.blocks, memory.weight_grad, self.kept)
+            self._memory = memory
+        for number, part in enumerate(self.blocks):
+            fold(linear.logits(memory.places.get(number, memory.scratch), all_rows, part))
+
+    def gradients(
+        self, write_gradient: Callable[[Block, Tensor], None]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Run the second pass. It may run again: then all logits are computed again.
+
+        Args:
+            write_gradient: called with a block of logits and the tensor that takes their gradient; both may share
+                memory.
+
+        Returns:
+            the gradients of hidden states, weight and bias; None where one is not needed. That of the bias is in the
+            dtype of the computation.
+        """
+        linear, all_rows = self.linear, (0, self.linear.hidden.shape[0])
+        needs = linear.needs
+        first_pass, self._memory = self._memory, None
+        memory = self._allocate() if first_pass is None else first_pass
+        places, scratch, weight_grad = memory.places, memory.scratch, memory.weight_grad
+        bias_grad = linear.bias_grad()
+        hidden_sum = _hidden_sum(linear, self.blocks) if needs.hidden else None
+        # First the last block, which is still in the scratch memory; then the kept ones, from the front of their
+        # memory, because the gradient of the weight is written behind the logits that are yet to be read.
+        last = len(self.blocks) - 1
+        order = [last, *(n for n in places if n != last), *(n for n in range(last) if n not in places)]
+        for number in order:
+            begin, end = part = self.blocks[number]
+            place = places.get(number, scratch)
+            if number in places or (number == last and first_pass is not None):
+                block = linear.block(place, all_rows, part)
+            else:
+                block = linear.logits(place, all_rows, part)
+            gradient = linear.block(scratch, all_rows, part).logits
+            write_gradient(block, gradient)
+            if hidden_sum is not None:
+                hidden_sum.add(gradient.t(), linear.weight[begin:end])
+            if weight_grad is not None:
+                product_into(weight_grad[begin:end], gradient.t(), linear.hidden, accumulate=False)
+            if bias_grad is not None:
+                torch.sum(gradient, 0, dtype=linear.compute_dtype, out=bias_grad[begin:end])
+        del memory, first_pass, scratch, places, place, block, gradient  # their memory is reused by dX
+        return None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad
+
+    def _allocate(self) -> _Memory:
+        linear, (_, columns) = self.linear, self.blocks[0]
+        return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * columns), linear.weight_grad())
+
+
+def _hidden_sum(linear: LinearHead, blocks: Parts) -> CompensatedGemmSum | Float32Sum:
+    """Return the accumulator of the hidden states' gradient over blocks of columns."""
+    hidden, columns = linear.hidden, blocks[0][1]
+    if (
+        columns >= hidden.shape[1] or hidden.itemsize != 2
+    ):  # a block took as much memory as the result, or nothing is rounded
+        return Float32Sum(hidden.shape[0], hidden.shape[1], hidden)
+    return CompensatedGemmSum(hidden.new_empty(hidden.shape), hidden.dtype, True, len(blocks), kernels=False)
+
+
+def _places(linear: LinearHead, blocks: Parts, weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+    """Return the memory that keeps logits for the second pass, by block number; other blocks are recomputed.
+
+    The memory of the weight's gradient is reused. Per column the gradient takes H elements, and the logits N. A
+    column's logits are placed at its number times max(H, N), so that the gradient is written behind the logits that
+    are yet to be read. `kept` further columns have memory of their own.
+    """
+    count, width = linear.hidden.shape
+    columns, last = blocks[0][1], len(blocks) - 1
+    places: dict[int, Tensor] = {}
+    if weight_grad is not None:
+        memory = weight_grad.view(-1).view(linear.hidden.dtype)
+        share = weight_grad.itemsize * width // linear.hidden.itemsize
+        if count <= share:
+            places = {n: memory[n * columns * share :] for n in range(len(blocks))}
+        else:  # the last block's rows of dW are written first, so nothing may wait there
+            free = last * columns * share // (columns * count)
+            places = {n: memory[n * columns * count :] for n in range(free)}
+    own = min(kept // columns, last - len(places))
+    if own > 0:
+        memory = linear.hidden.new_empty(own * columns * count)
+        first = len(places)
+        places |= {first + n: memory[n * columns * count :] for n in range(own)}
+    return places
+
+
+def parts(count: int, size: int) -> Parts:
+    """Return [begin, end) of parts of at most this size.
+
+    >>> parts(5, 2)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]

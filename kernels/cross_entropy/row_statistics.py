@@ -1,0 +1,174 @@
+"""Statistics of rows of logits, each differentiable: one pass over the logits for all of them, one for the gradient.
+
+A row's log-sum-exp, log-probabilities of given classes, entropy, expectation of a vector over the classes and largest
+class are what losses of language models and policies are made of. `row_statistics_kernel.py` has the formulas.
+
+`row_statistics` takes logits; `linear_row_statistics` takes a linear layer, and never holds all of its logits: the
+first pass runs with the forward, and the second one when the gradients of the statistics are known, whatever the
+program between them is. Logits that did not stay in memory are computed again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
+from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead
+from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions, Upstream
+
+
+class _StatisticsContext(FunctionCtx):
+    """The state that forward keeps for backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    sums: RowSums
+    passes: ColumnPasses
+    bias_dtype: torch.dtype
+
+
+class _RowStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _StatisticsContext, logits: Tensor, targets: Tensor, vector: Tensor | None, options: StatisticsOptions
+    ) -> LogitStatistics:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        ctx.sums = RowSums(options, targets, vector, logits.shape[1], logits)
+        ctx.sums.fold(Block(logits))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits)
+        return _result(ctx)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if all(x is None for x in upstream):
+            return None, None, None, None
+        (logits,) = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        ctx.sums.write_gradient(Block(logits), ctx.sums.factors(Upstream(*upstream)), gradient)  # type: ignore[arg-type]
+        return gradient, None, None, None
+
+
+class _LinearRowStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _StatisticsContext,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        vector: Tensor | None,
+        options: StatisticsOptions,
+        columns: int,
+        kept: int,
+    ) -> LogitStatistics:
+        needs = ctx.needs_input_grad
+        linear = LinearHead(
+            hidden.detach(),
+            weight.detach().to(hidden.dtype),
+            None if bias is None else bias.detach().to(hidden.dtype),
+            GradFlags(needs[0], needs[1], bias is not None and needs[2]),
+            weight.dtype,
+        )
+        sums = ctx.sums = RowSums(options, targets, vector, weight.shape[0], hidden)
+        ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
+        ctx.passes.fold(sums.fold)
+        ctx.bias_dtype = hidden.dtype if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
+        return _result(ctx)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(x is None for x in upstream):
+            return (None,) * 8
+        hidden, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
+        sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
+        gradients = ctx.passes.gradients(lambda block, into: sums.write_gradient(block, factors, into))
+        grad_hidden, grad_weight, grad_bias = gradients
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
+            *(None,) * 5,
+        )
+
+
+def _result(ctx: _StatisticsContext) -> LogitStatistics:
+    statistics = ctx.sums.statistics()
+    if statistics.argmax is not None:
+        ctx.mark_non_differentiable(statistics.argmax)
+    return statistics
+
+
+def row_statistics(
+    logits: Tensor, targets: Tensor, vector: Tensor | None = None, options: StatisticsOptions | None = None
+) -> LogitStatistics:
+    """Return statistics of rows of logits, differentiable once in the logits.
+
+    Args:
+        logits: (N, V), floating point.
+        targets: (T, N) int64, T classes of each row; T may be 0.
+        vector: (V,), floating point, whose expectation is computed; no gradient flows to it.
+        options: the transform of the logits, and what else to compute; None: neither.
+
+    Raises:
+        IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
+
+    Example:
+        >>> targets, options = torch.tensor([[0, 3]]), StatisticsOptions(entropy=True)
+        >>> statistics = row_statistics(torch.zeros(2, 4), targets, options=options)
+        >>> statistics.log_sum_exp, statistics.negative_entropy
+        (tensor([1.3863, 1.3863]), tensor([-1.3863, -1.3863]))
+    """
+    return LogitStatistics(
+        *_RowStatistics.apply(logits, targets, vector, options or StatisticsOptions())  # type: ignore[no-untyped-call]
+    )
+
+
+def linear_row_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vector: Tensor | None = None,
+    *,
+    options: StatisticsOptions | None = None,
+    columns: int,
+    kept: int = 0,
+) -> LogitStatistics:
+    """Return statistics of the logits `hidden @ weight.T + bias`, differentiable once in these.
+
+    Args:
+        hidden: (N, H), floating point.
+        weight: (V, H), of the same dtype, or float32 where hidden has 16 bits: then its gradient is float32.
+        bias: (V,), or None.
+        targets: (T, N) int64, T classes of each row; T may be 0.
+        vector: (V,), floating point, whose expectation is computed; no gradient flows to it.
+        options: the transform of the logits, and what else to compute; None: neither.
+        columns: of the logits in memory at once.
+        kept: further columns of the logits that are kept from the forward to the backward, rather than computed again.
+
+    Raises:
+        IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
+
+    Example:
+        >>> hidden, weight = torch.eye(3), torch.eye(4, 3).requires_grad_()
+        >>> targets = torch.tensor([[0, 1, 3]])
+        >>> found = linear_row_statistics(hidden, weight, None, targets, columns=2).log_probabilities
+        >>> found.allclose((hidden @ weight.T).log_softmax(1).gather(1, targets.t()).t())
+        True
+        >>> found.sum().backward()
+        >>> weight.grad.shape
+        torch.Size([4, 3])
+    """
+    options = options or StatisticsOptions()
+    return LogitStatistics(
+        *_LinearRowStatistics.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, vector, options, columns, kept
+        )
+    )

@@ -1,0 +1,195 @@
+"""Losses of policies and language models, written in plain torch, as statistics of rows that the kernels compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_programs import allocations, check_chunked, linear_case
+from cross_entropy_cases import Sizes
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+import subtensors as st
+from subtensors.dispatch.chunked import cost_model
+
+ADVANTAGE = torch.linspace(-1, 2, 12)
+VECTOR = torch.linspace(-1, 1, 20)
+
+
+def entropy(z: Tensor, t: Tensor) -> Tensor:
+    log_p = z.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def entropy_of_probabilities(z: Tensor, t: Tensor) -> Tensor:
+    return -torch.sum(F.softmax(z, dim=-1) * F.log_softmax(z, dim=-1), dim=-1, keepdim=True)
+
+
+def entropy_of_logits(z: Tensor, t: Tensor) -> Tensor:
+    return torch.logsumexp(z, dim=-1) - (z.softmax(-1) * z).sum(dim=-1)
+
+
+def entropy_by_special_function(z: Tensor, t: Tensor) -> Tensor:
+    return torch.special.entr(z.softmax(-1)).sum(-1)
+
+
+def categorical(z: Tensor, t: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=z, validate_args=False)
+    return policy.log_prob(t) * ADVANTAGE.to(z.dtype).view(t.shape) - 0.1 * policy.entropy()
+
+
+def expectation(z: Tensor, t: Tensor) -> Tensor:
+    return 3 * (z.softmax(-1) * VECTOR.to(z.dtype)).sum(-1)
+
+
+def selected(z: Tensor, t: Tensor) -> Tensor:
+    return z.gather(-1, t[..., None]).squeeze(-1) - z.logsumexp(-1)
+
+
+def probability(z: Tensor, t: Tensor) -> Tensor:
+    return z.softmax(-1).gather(-1, t[..., None])[..., 0] ** 2
+
+
+def several_classes(z: Tensor, t: Tensor) -> Tensor:
+    return z.log_softmax(-1).gather(-1, torch.stack([t, (t + 1) % 20, t], -1)).sum(-1)
+
+
+def hits(z: Tensor, t: Tensor) -> Tensor:
+    return (z.argmax(-1) == t) * z.logsumexp(-1)
+
+
+def clipped_policy(z: Tensor, t: Tensor) -> Tensor:
+    log_p = z.log_softmax(-1)
+    chosen = log_p.gather(-1, t[..., None])[..., 0]
+    ratio = (chosen + 3).exp()
+    advantage = ADVANTAGE.to(z.dtype).view(t.shape)
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain + 0.01 * (log_p.exp() * log_p).sum(-1) + 1e-3 * z.logsumexp(-1) ** 2
+
+
+def of_a_sequence(z: Tensor, t: Tensor) -> Tensor:
+    chosen = selected(z, t).reshape(3, 4).mean(-1)
+    return (chosen * ADVANTAGE[:3].to(z.dtype)) ** 2
+
+
+def read_elsewhere(z: Tensor, t: Tensor) -> Tensor:
+    return entropy(z, t) + z.relu().sum(-1)
+
+
+PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    entropy,
+    entropy_of_probabilities,
+    entropy_of_logits,
+    entropy_by_special_function,
+    categorical,
+    expectation,
+    selected,
+    probability,
+    several_classes,
+    hits,
+    clipped_policy,
+    of_a_sequence,
+    read_elsewhere,
+]
+
+TRANSFORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda z: z,
+    lambda z: z / 0.7,
+    lambda z: 5 * torch.tanh(z / 5),
+    lambda z: z if z.dtype == torch.float64 else z.float(),
+    lambda z: (z + 1) * 0.5,
+]
+
+
+@pytest.fixture(params=["by rows", "by columns"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the cost model choose among columns, or not: a head of twenty classes has none of the usual blocks."""
+    if request.param == "by columns":
+        monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8, 12))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.usefixtures("blocks")
+@given(
+    transform=some.sampled_from(TRANSFORMS),
+    dtype=some.sampled_from([torch.float32, torch.bfloat16]),
+    sizes=some.sampled_from([(12,), (3, 4)]),
+    chunks=some.sampled_from([{}, {"rows": 3}, {"memory_limit": 9000}, {"rows": 2, "dim": 1}]),
+    biased=some.booleans(),
+)
+def test_a_loss_of_statistics_equals_the_plain_one(
+    program: Any, transform: Any, dtype: torch.dtype, sizes: tuple[int, ...], chunks: dict[str, int], biased: bool
+) -> None:
+    case = linear_case()
+    if not biased:
+        del case["b"]
+    case |= {"h": case["h"].view(*sizes, 6), "target": case["target"].view(sizes)}
+    if "dim" in chunks and len(sizes) == 1:
+        chunks = {"rows": 5}
+
+    def loss(h: Tensor, w: Tensor, target: Tensor, b: Tensor | None = None) -> Tensor:
+        return program(transform(F.linear(h, w, b)), target).sum()  # type: ignore[no-any-return]
+
+    check_chunked(loss, case, {"h": chunks}, dtype=dtype, passes=3, scale=1.0)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:-2])
+def test_every_form_of_a_statistic_is_one_op_and_logits_are_nothing_else(program: Any) -> None:
+    case = linear_case()
+    logits = F.linear(st.chunk(case["h"].requires_grad_(), rows=5), case["w"].requires_grad_())
+    value = program(logits, case["target"])
+    assert isinstance(value, st.ChunkedTensor)
+    described = st.explain(value)
+    assert described.count("row_statistics") == 1
+    assert described.count("[12, 20]") == 1, "only the product has the size of the logits"
+
+
+def by_entropy(z: Tensor, t: Tensor) -> Tensor:
+    return entropy(z, t).sum()
+
+
+def by_mean_of_sequences(z: Tensor, t: Tensor) -> Tensor:
+    return (selected(z, t).view(4, 8).mean(-1) ** 2).sum()
+
+
+@pytest.mark.parametrize("loss", [by_entropy, by_mean_of_sequences])
+def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8,))
+    case = linear_case(32, 4, 80)
+    h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
+    with Sizes() as seen, allocations() as made:
+        loss(F.linear(st.chunk(h, memory_limit=5800), w), case["target"]).backward()
+    blocks = 80 // 8
+    assert blocks < seen.products.count((32, 8)) <= 2 * blocks, "the logits, once more at most"
+    assert seen.products.count((8, 4)) == blocks, "the gradient of the weight"
+    assert seen.products.count((32, 4)) == blocks, "the gradient of the hidden states"
+    assert made.largest < 32 * 80
+
+
+def test_a_frozen_head_stays_by_rows_and_takes_no_product_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8,))
+    case = linear_case()
+    h, w = case["h"].requires_grad_(), case["w"]
+    with Sizes() as seen:
+        entropy(F.linear(st.chunk(h, rows=5), w), case["target"]).sum().backward()
+    assert (20, 6) not in seen.products
+    assert h.grad is not None
+
+
+def test_statistics_can_be_asked_for_after_others_were_computed() -> None:
+    case = linear_case()
+    h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
+    z, plain = F.linear(st.chunk(h, rows=5), w), F.linear(h, w)
+    first, second = (entropy(x, case["target"]).sum() for x in (z, plain))
+    torch.testing.assert_close(first, second)
+    mine = first + selected(z, case["target"]).sum()
+    theirs = second + selected(plain, case["target"]).sum()
+    for a, b in zip(torch.autograd.grad(mine, [h, w]), torch.autograd.grad(theirs, [h, w]), strict=True):
+        torch.testing.assert_close(a, b)
