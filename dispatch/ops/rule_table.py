@@ -1,4 +1,4 @@
-"""One rule table per tensor type, with one lookup for all: overload, then op, then class, then refusal.
+"""One rule table per tensor type, with one lookup for all: overload, op, class, dimension map, refusal.
 
 A tensor type must say what each of some two thousand aten overloads does to it. Most differ in nothing that matters to
 the type: `exp`, `mul` and `where` all compute `out[i]` from the operands at `i`. So every overload has a class
@@ -11,10 +11,18 @@ or one overload of it, is special, it gets a rule of its own, and the most speci
       1. aten.add_.Tensor     the overload     special to one signature, such as `out=`
       2. aten.add_            the op           special to one op, in all its overloads
       3. OpClass.POINTWISE    its class        right for every op of the class
-      4. RuleError            refusal          names the op, its class, the type, and what to do instead
+      4. DimMap               its map          right for every op that says what becomes of its dims (`dims.py`)
+      5. RuleError            refusal          names the op, its class, the type, and what to do instead
 
-All types share this lookup. A table does not care what its functions take: a PaddedTensor's rules take a bound call,
-a TensorList's a `ListCall`. To register a key twice is an error, so the order of imports never decides which rule runs.
+The rule for `DimMap` is a type's interpreter of dimension maps. It serves all calls that leave the type's own dims
+alone; for the others the table has rules that were registered with `across=True`, found by overload, op or class.
+
+All types share this lookup. A rule takes a call, and after it any of the op's arguments by name:
+
+    @table.register(aten.flip, across=True)
+    def flip(call: PaddedCall, x: PaddedValue, dims: list[int]) -> PaddedValue: ...
+
+To register a key twice is an error, so the order of imports never decides which rule runs.
 To have no rule is an error too, which a type may answer with a logged fallback to plain tensors, but never silently.
 """
 
@@ -25,11 +33,13 @@ from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from subtensors.dispatch.ops.dim_table import has_map
+from subtensors.dispatch.ops.dims import DimMap, by_name
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.tree import PyTree
 
-Key = OpOverload | OpOverloadPacket | OpClass
+Key = OpOverload | OpOverloadPacket | OpClass | type[DimMap]
 Rule = Callable[..., PyTree]
 RuleT = TypeVar("RuleT", bound=Rule)
 
@@ -53,8 +63,8 @@ ADVICE: Mapping[OpClass, str] = {
 class RuleTable:
     """The rules of one tensor type, by op.
 
-    A key is an overload (`aten.add.Tensor`), an op with all its overloads (`aten.add`) or a class of ops
-    (`OpClass.POINTWISE`). The nearest key wins: overload, then op, then class.
+    A key is an overload (`aten.add.Tensor`), an op with all its overloads (`aten.add`), a class of ops
+    (`OpClass.POINTWISE`) or `DimMap`, for every op that has a dimension map. The nearest key wins, in this order.
 
     Args:
         type_name: the type, as messages name it.
@@ -76,14 +86,17 @@ class RuleTable:
         self.type_name = type_name
         self.advice = {**ADVICE, **(advice or {})}
         self._rules: dict[Key, Rule] = {}
+        self._across: dict[Key, Rule] = {}
+        self._resolved_across: dict[OpOverload, Rule | None] = {}
         self.resolved: dict[OpOverload, Rule] = {}
         """The rule of each overload that was looked up before."""
 
-    def register(self, *keys: Key) -> Callable[[RuleT], RuleT]:
+    def register(self, *keys: Key, across: bool = False) -> Callable[[RuleT], RuleT]:
         """Register the decorated function for one or more keys.
 
         Args:
-            keys: overloads, ops or classes; at least one.
+            keys: overloads, ops, classes or `DimMap`; at least one.
+            across: whether the rule is for calls that combine positions of the type's own dims, by their dimension map.
 
         Returns:
             A decorator that registers its function and returns it unchanged.
@@ -103,20 +116,22 @@ class RuleTable:
         """
         if not keys:
             raise TypeError("register needs at least one key: an overload, an op or an OpClass")
+        rules = self._across if across else self._rules
         for key in keys:
-            if not isinstance(key, Key):
+            if key is not DimMap and not isinstance(key, OpOverload | OpOverloadPacket | OpClass):
                 raise TypeError(f"a rule's key is an OpOverload, an OpOverloadPacket or an OpClass, not {key!r}")
 
         def add(rule: RuleT) -> RuleT:
             for position, key in enumerate(keys):
-                owner = rule if key in keys[:position] else self._rules.get(key)
+                owner = rule if key in keys[:position] else rules.get(key)
                 if owner is not None:
                     raise ValueError(
                         f"{self.type_name}: {_describe_key(key)} has the rule {_rule_name(owner)} already, "
                         f"so {_rule_name(rule)} can't be registered"
                     )
-            self._rules.update(dict.fromkeys(keys, rule))
+            rules.update(dict.fromkeys(keys, rule))
             self.resolved.clear()
+            self._resolved_across.clear()
             return rule
 
         return add
@@ -145,8 +160,19 @@ plain tensor values
             key = self._matching_key(op)
             if key is None:
                 raise RuleError(self._refusal(op))
-            rule = self.resolved[op] = self._rules[key]
+            rule = self.resolved[op] = by_name(self._rules[key], op)
         return rule
+
+    def lookup_across(self, op: OpOverload) -> Rule | None:
+        """The rule for calls of an op that combine positions of the type's own dims; None if there is none."""
+        if op not in self._resolved_across:
+            key = self._matching_across(op)
+            self._resolved_across[op] = None if key is None else by_name(self._across[key], op)
+        return self._resolved_across[op]
+
+    def key_of(self, op: OpOverload, across: bool = False) -> Key | None:
+        """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""
+        return self._matching_across(op) if across else self._matching_key(op)
 
     def explain(self, op: OpOverload) -> str:
         """Explain which rule an op gets, and by which key.
@@ -165,12 +191,20 @@ plain tensor values
         key = self._matching_key(op)
         if key is None:
             return self._refusal(op)
-        rule = _rule_name(self._rules[key])
-        return f"{_qualified(op)} on a {self.type_name}: {rule}, registered for {_describe_key(key)}"
+        found = f"{_rule_name(self._rules[key])}, registered for {_describe_key(key)}"
+        across = self._matching_across(op) if key is DimMap else None
+        if across is not None:
+            found += f", and {_rule_name(self._across[across])} across its own dims, for {_describe_key(across)}"
+        return f"{_qualified(op)} on a {self.type_name}: {found}"
 
     def _matching_key(self, op: OpOverload) -> Key | None:
         keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))
-        return next((key for key in keys if key in self._rules), None)
+        own = next((key for key in keys if key in self._rules), None)
+        return DimMap if own is None and DimMap in self._rules and has_map(op) else own
+
+    def _matching_across(self, op: OpOverload) -> Key | None:
+        keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))
+        return next((key for key in keys if key in self._across), None)
 
     def _refusal(self, op: OpOverload) -> str:
         cls = op_class(op)
@@ -184,6 +218,8 @@ def _qualified(op: OpOverload) -> str:
 def _describe_key(key: Key) -> str:
     if isinstance(key, OpClass):
         return f"every {key.value} op"
+    if key is DimMap:
+        return "every op with a dimension map"
     return _qualified(key) if isinstance(key, OpOverload) else f"every overload of {key}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,11 @@ from subtensors.dispatch.sizes.expressions import added, multiplied
 aten = torch.ops.aten
 
 
-@table.register(aten.cat, aten.concat, aten.concatenate)
-def cat(call: PaddedCall) -> PaddedValue:
-    """Concatenate: along a padded dim the valid parts follow each other, and the padding comes last."""
-    parts = [x for x in call["tensors"] if list(x.shape) != [0]]
-    d = call["dim"] % parts[0].dim()
+@table.register(aten.cat, aten.concat, aten.concatenate, across=True)
+def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedValue:
+    """Concatenate along a padded dim: the valid parts follow each other, and the padding comes last."""
+    parts = [x for x in tensors if list(x.shape) != [0]]
+    d = dim % parts[0].dim()
     # Unlike in pointwise ops, a dim of size 1 does not broadcast here.
     except_d = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
     dims, sizes = broadcast(except_d)
@@ -30,10 +32,6 @@ def cat(call: PaddedCall) -> PaddedValue:
         target = [*dims[:d], x.dims[d], *dims[d + 1 :]]
         dense.append(gradient_safe(x, target, [bucket_of(f) for f in target], sizes))
     joined = torch.cat(dense, d)
-    if not any(x.is_padded(d) for x in parts):
-        out_dims = [*dims[:d], (static(joined.shape[d]),), *dims[d + 1 :]]
-        fills = {x.fill if x.padded_dims else None for x in parts}
-        return result(joined, out_dims, sizes, fills.pop() if len(fills) == 1 else None)
     true_sizes = [prefix_size(x, d) for x in parts]
     if any(size.has(rows_symbol()) for size in true_sizes):
         raise refuse(call, "it adds rows to a ragged batch")
@@ -53,30 +51,13 @@ def cat(call: PaddedCall) -> PaddedValue:
     return gather_along(unpacked, d, index, total)
 
 
-@table.register(aten.stack, aten._stack)
-def stack(call: PaddedCall) -> PaddedValue:
-    """Stack tensors along a new dim."""
-    parts = call["tensors"]
-    d = call["dim"] % (parts[0].dim() + 1)
-    dims, sizes = broadcast(parts)
-    shape = tuple(map(bucket_of, dims))
-    dense = torch.stack([gradient_safe(x, dims, shape, sizes) for x in parts], d)
-    return result(dense, [*dims[:d], *static_dims([len(parts)]), *dims[d:]], sizes)
-
-
-@table.register(aten.flip, aten.roll)
-def flip_or_roll(call: PaddedCall) -> PaddedValue:
-    """Reorder the positions of a dim; in a padded dim only the valid ones."""
-    x: PaddedValue = call["self"]
-    named = call["dims"]
-    named = [named] if isinstance(named, int) else list(named)
+@table.register(aten.flip, aten.roll, across=True)
+def flip_or_roll(call: PaddedCall, x: PaddedValue, dims: Sequence[int], shifts: Sequence[int] = ()) -> PaddedValue:
+    """Reorder the valid positions of a padded dim, and all of any other."""
     is_flip = call.op is aten.flip.default
-    if not named:
-        if x.padded_dims and not is_flip:
-            raise refuse(call, "without dims it rolls the flattened tensor")
-        return x
-    shifts = [0] * len(named) if is_flip else [call["shifts"]] if isinstance(call["shifts"], int) else call["shifts"]
-    for d, shift in zip([d % x.dim() for d in named], shifts, strict=True):
+    if not dims:
+        raise refuse(call, "without dims it rolls the flattened tensor")
+    for d, shift in zip([d % x.dim() for d in dims], shifts or [0] * len(dims), strict=True):
         if not x.is_padded(d):
             x = x.like(x.dense.flip(d) if is_flip else x.dense.roll(shift, d), x.fill)
             continue
@@ -90,10 +71,9 @@ def flip_or_roll(call: PaddedCall) -> PaddedValue:
     return x
 
 
-@table.register(aten.repeat, aten.tile)
-def repeat(call: PaddedCall) -> PaddedValue:
+@table.register(aten.repeat, aten.tile, across=True)
+def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Repeat the tensor along its dims."""
-    x: PaddedValue = call["self"]
     times = list(call.get("repeats", call.get("dims")))
     times = [1] * (x.dim() - len(times)) + times
     added_dims = len(times) - x.dim()
@@ -131,49 +111,40 @@ def repeat(call: PaddedCall) -> PaddedValue:
     return value
 
 
-@table.register(aten.repeat_interleave.self_int)
-def repeat_interleave(call: PaddedCall) -> PaddedValue:
+@table.register(aten.repeat_interleave.self_int, across=True)
+def repeat_interleave(call: PaddedCall, x: PaddedValue, repeats: int, dim: int | None) -> PaddedValue:
     """Repeat each position of a dim several times in a row."""
-    x, count = call["self"], call["repeats"]
-    if call["dim"] is None:
-        if x.dim() != 1:
-            raise refuse(call, "without a dim it flattens the tensor")
-        d = 0
-    else:
-        d = call["dim"] % x.dim()
+    if dim is None and x.dim() != 1:
+        raise refuse(call, "without a dim it flattens the tensor")
+    d = (dim or 0) % x.dim()
     out = call.dense({"output_size": None})
-    return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(count)])), x.sizes, x.fill)
+    return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(repeats)])), x.sizes, x.fill)
 
 
-@table.register(aten.rot90)
-def rot90(call: PaddedCall) -> PaddedValue:
+@table.register(aten.rot90, across=True)
+def rot90(call: PaddedCall, x: PaddedValue, k: int, dims: Sequence[int]) -> PaddedValue:
     """Rotate two dims by right angles."""
-    x: PaddedValue = call["self"]
-    a, b = (d % x.dim() for d in call["dims"])
-    turns = call["k"] % 4
+    a, b = (d % x.dim() for d in dims)
+    turns = k % 4
     if turns % 2:
         x = apply(aten.transpose.int, x, a, b)
     flipped = [[], [a], [a, b], [b]][turns]
     return apply(aten.flip.default, x, flipped)
 
 
-@table.register(aten.diag_embed)
-def diag_embed(call: PaddedCall) -> PaddedValue:
+@table.register(aten.diag_embed, across=True)
+def diag_embed(call: PaddedCall, x: PaddedValue, offset: int, dim1: int, dim2: int) -> PaddedValue:
     """Put the last dim on a diagonal of two new last dims, with zeros around it."""
-    x: PaddedValue = call["self"]
-    if [call["dim1"] % (x.dim() + 1), call["dim2"] % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
+    if [dim1 % (x.dim() + 1), dim2 % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
         raise refuse(call, "its diagonal is not of the last dims")
     out = call.dense()
-    if not x.is_padded(x.dim() - 1):
-        return result(out, [*x.dims[:-1], *static_dims(out.shape[-2:])], x.sizes)
-    side = padded_dim(out.shape[-1], prefix_size(x, x.dim() - 1) + abs(call["offset"]))
+    side = padded_dim(out.shape[-1], prefix_size(x, x.dim() - 1) + abs(offset))
     return result(out, [*x.dims[:-1], side, side], x.sizes).gradient_masked()
 
 
-@table.register(aten.pixel_shuffle.default)
-def pixel_shuffle(call: PaddedCall) -> PaddedValue:
+@table.register(aten.pixel_shuffle.default, across=True)
+def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> PaddedValue:
     """Lay channels side by side in an image that is `upscale_factor` times as high and wide."""
-    x, times = call["self"], call["upscale_factor"]
     channels = x.dim() - 3
     if x.is_padded(channels):
         raise refuse(call, "the channels are padded")
@@ -184,12 +155,11 @@ def pixel_shuffle(call: PaddedCall) -> PaddedValue:
             size = prefix_size(x, d)
             if size.has(rows_symbol()):
                 raise refuse(call, "it repeats the rows of a ragged batch")
-            dims[d] = padded_dim(out.shape[d], multiplied(size, times))
+            dims[d] = padded_dim(out.shape[d], multiplied(size, upscale_factor))
     return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
-@table.register(aten.tril, aten.triu)
-def triangle(call: PaddedCall) -> PaddedValue:
+@table.register(aten.tril, aten.triu, across=True)
+def triangle(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Zero above or below a diagonal: positions count from the start, where the valid ones are."""
-    x: PaddedValue = call["self"]
     return x.like(call.dense(), 0 if x.fill == 0 else None)

@@ -31,6 +31,8 @@ from dataclasses import replace
 from torch import Tensor
 from torch._ops import OpOverload
 
+from subtensors.dispatch.ops.dim_table import dim_map
+from subtensors.dispatch.ops.dims import DimMap
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
@@ -128,6 +130,10 @@ class PaddedCall:
         if not changed or all(map(_is_own, self.arguments.values(), dense)):
             self.unchanged = out
         return out
+
+    def dims(self) -> DimMap:
+        """The dimension map of the call."""
+        return dim_map(self.op, self.arguments, self.values)
 
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""

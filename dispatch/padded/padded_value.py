@@ -78,6 +78,16 @@ class PaddedValue:
         """The number of dims."""
         return self.dense.dim()
 
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return self.dense.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the storage."""
+        return self.dense.dtype
+
     def is_padded(self, dim: int) -> bool:
         """Return whether this dim has padding, or is the rows of a ragged batch."""
         return is_padded(self.dims[dim])

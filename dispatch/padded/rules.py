@@ -3,6 +3,7 @@
 from subtensors.dispatch.padded import (  # noqa: F401
     attention,
     batch_independent,
+    carried_dims,
     contractions,
     copies,
     data_dependent,

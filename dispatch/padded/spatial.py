@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.tree import tree_has
-from subtensors.dispatch.padded.batch_independent import row_wise
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.pad_ops import pad_dim
@@ -59,7 +58,7 @@ def convolution(call: PaddedCall) -> PaddedValue:
     return result(out, dims, x.sizes).gradient_masked()
 
 
-@table.register(aten.im2col.default)
+@table.register(aten.im2col.default, across=True)
 def windows(call: PaddedCall) -> PaddedValue:
     """Unfold the windows that a convolution reads, one column per position."""
     x: PaddedValue = call["self"]
@@ -77,7 +76,7 @@ def windows(call: PaddedCall) -> PaddedValue:
     return result(out, dims, x.sizes).gradient_masked()
 
 
-@table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+@table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, across=True)
 def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
     """The maximum of each window, and its position in the unpadded image."""
     x: PaddedValue = call["self"]
@@ -88,16 +87,14 @@ def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
     return result(values, dims, x.sizes).gradient_masked(), result(positions, dims, x.sizes)
 
 
-@table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+@table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, across=True)
 def average_pool(call: PaddedCall) -> PaddedValue:
     """The mean of each window, with or without its border, as the caller asks."""
     x: PaddedValue = call["self"]
     rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
     over = range(x.dim() - rank, x.dim())
     ceil, counts_border = call["ceil_mode"], call["count_include_pad"]
-    if not any(x.is_padded(d) for d in over):
-        out = call.dense()
-    elif call.get("divisor_override") or (counts_border and not ceil):
+    if call.get("divisor_override") or (counts_border and not ceil):
         out = call.dense({"self": x.filled(0, over)})
     elif counts_border and any(_per_dim(call["padding"], rank)):
         raise refuse(call, "the size of the last window of ceil_mode depends on the true size")
@@ -160,16 +157,13 @@ MAX_EXACT_DENOMINATOR = 1024
 """Scale factors are multiples of 1 / this: their products with sizes are exact in float64, in which torch computes."""
 
 
-@table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()))
+@table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()), across=True)
 def interpolate(call: PaddedCall) -> PaddedValue:
     """Resize by scale factors, or to a padded size; another size would make the factor depend on the true size."""
     x: PaddedValue = call["input"]
     if tree_has(PaddedSize, call["output_size"]):
         return resize(call, x, call["output_size"])
     over = range(2, x.dim())
-    if not any(x.is_padded(d) for d in over):
-        resized: PaddedValue = row_wise(call, [len(over)])
-        return resized
     factors = call["scale_factors"]
     if factors is None or call.get("align_corners"):
         raise refuse(call, "its scale factor depends on the true size")

@@ -15,10 +15,10 @@ from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import take_range
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.padded.views import select_row
-from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
+from subtensors.dispatch.sizes.dim_factors import padded_dim
 from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -26,87 +26,65 @@ aten = torch.ops.aten
 
 
 @table.register(aten.split_with_sizes, aten.split_with_sizes_copy, aten.unsafe_split_with_sizes, aten.split.sizes,
-                aten.split.default, aten.tensor_split.indices)  # fmt: skip
-def split_at(call: PaddedCall) -> list[PaddedValue]:
-    """Split at positions, or into sizes that add up to the bucket's; parts end at the true end."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % x.dim()
-    part_sizes = call.get("split_sizes", call.get("split_size"))
-    if not x.is_padded(d):
-        return _static_parts(call, x, d)
-    if part_sizes is not None and sum(part_sizes) != x.shape[d]:
-        raise refuse(call, f"the sizes {list(part_sizes)} do not add up to the bucket's {x.shape[d]}")
-    ends = list(itertools.accumulate(part_sizes))[:-1] if part_sizes is not None else list(call["indices"])
-    bounds = [0, *ends, None]
-    return [apply(aten.slice.Tensor, x, d, start, end) for start, end in itertools.pairwise(bounds)]
+                aten.split.default, across=True)  # fmt: skip
+def split_into(call: PaddedCall, x: PaddedValue, dim: int) -> list[PaddedValue]:
+    """Split into sizes that add up to the bucket's; the last part ends at the true end."""
+    sizes: Sequence[int] = call.get("split_sizes", call.get("split_size"))
+    if sum(sizes) != x.shape[dim]:
+        raise refuse(call, f"the sizes {list(sizes)} do not add up to the bucket's {x.shape[dim]}")
+    return split_at(call, x, dim, list(itertools.accumulate(sizes))[:-1])
 
 
-@table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
-def split(call: PaddedCall) -> list[PaddedValue]:
+@table.register(aten.tensor_split.indices, across=True)
+def split_at(call: PaddedCall, x: PaddedValue, dim: int, indices: Sequence[int]) -> list[PaddedValue]:
+    """Split at positions; parts end at the true end."""
+    bounds = [0, *indices, None]
+    return [apply(aten.slice.Tensor, x, dim, start, end) for start, end in itertools.pairwise(bounds)]
+
+
+@table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, across=True)
+def split(call: PaddedCall, x: PaddedValue, dim: int, split_size: int) -> list[PaddedValue]:
     """Split into parts of one size, and a rest."""
-    x: PaddedValue = call["self"]
-    d, size = call["dim"] % x.dim(), call["split_size"]
-    if not x.is_padded(d):
-        return _static_parts(call, x, d)
-    _refuse_rows(call, x, d)
-    count = _same_for_all(call, x, d, [max(-(-n // size), 1) if size else 1 for n in _known(call, x, d)])
-    return [apply(aten.slice.Tensor, x, d, i * size, (i + 1) * size) for i in range(count)]
+    _refuse_rows(call, x, dim)
+    counts = [max(-(-n // split_size), 1) if split_size else 1 for n in _known(call, x, dim)]
+    starts = [i * split_size for i in range(_same_for_all(call, counts))]
+    return [apply(aten.slice.Tensor, x, dim, start, start + split_size) for start in starts]
 
 
-@table.register(aten.chunk, aten.unsafe_chunk)
-def chunk(call: PaddedCall) -> list[PaddedValue]:
+@table.register(aten.chunk, aten.unsafe_chunk, across=True)
+def chunk(call: PaddedCall, x: PaddedValue, dim: int, chunks: int) -> list[PaddedValue]:
     """Split into at most this many parts of one size; the last may be smaller."""
-    x: PaddedValue = call["self"]
-    d, chunks = call["dim"] % x.dim(), call["chunks"]
-    if not x.is_padded(d):
-        return _static_parts(call, x, d)
-    _refuse_rows(call, x, d)
-    counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, d)]
-    true_size = prefix_size(x, d)
+    _refuse_rows(call, x, dim)
+    counts = [-(-n // -(-n // chunks)) if n else chunks for n in _known(call, x, dim)]
+    true_size = prefix_size(x, dim)
     size = floor_divided(true_size + chunks - 1, chunks)
-    parts = range(_same_for_all(call, x, d, counts))
-    return [_part(x, d, i * size, smallest(size, largest(0, true_size - i * size)), chunks) for i in parts]
+    parts = range(_same_for_all(call, counts))
+    return [_part(x, dim, i * size, smallest(size, largest(0, true_size - i * size)), chunks) for i in parts]
 
 
-@table.register(aten.tensor_split.sections)
-def sections(call: PaddedCall) -> list[PaddedValue]:
+@table.register(aten.tensor_split.sections, across=True)
+def sections(call: PaddedCall, x: PaddedValue, dim: int, sections: int) -> list[PaddedValue]:
     """Split into this many parts, of which the first ones may be one longer."""
-    x: PaddedValue = call["self"]
-    d, count = call["dim"] % x.dim(), call["sections"]
-    if not x.is_padded(d):
-        return _static_parts(call, x, d)
-    _refuse_rows(call, x, d)
-    true_size = prefix_size(x, d)
-    min_size = floor_divided(true_size, count)
-    starts = [i * min_size + smallest(i, true_size - count * min_size) for i in range(count)]
-    return [
-        _part(x, d, start, floor_divided(true_size + count - 1 - i, count), count) for i, start in enumerate(starts)
-    ]
+    _refuse_rows(call, x, dim)
+    true_size = prefix_size(x, dim)
+    min_size = floor_divided(true_size, sections)
+    starts = [i * min_size + smallest(i, true_size - sections * min_size) for i in range(sections)]
+    sizes = [floor_divided(true_size + sections - 1 - i, sections) for i in range(sections)]
+    return [_part(x, dim, start, size, sections) for start, size in zip(starts, sizes, strict=True)]
 
 
-@table.register(aten.unbind, aten.unbind_copy)
-def unbind(call: PaddedCall) -> list[PaddedValue]:
+@table.register(aten.unbind, aten.unbind_copy, across=True)
+def unbind(call: PaddedCall, x: PaddedValue, dim: int) -> list[PaddedValue]:
     """Select each index of a dim."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % x.dim()
-    if not x.is_padded(d):
-        dims = [factors for i, factors in enumerate(x.dims) if i != d]
-        return [result(part, dims, x.sizes, x.fill) for part in call.dense()]
-    if prefix_size(x, d) == rows_symbol():
-        return [select_row(x, d, index) for index in range(x.shape[d])]
-    return [apply(aten.select.int, x, d, i) for i in range(_same_for_all(call, x, d, _known(call, x, d)))]
+    if prefix_size(x, dim) == rows_symbol():
+        return [select_row(x, dim % x.dim(), index) for index in range(x.shape[dim])]
+    return [apply(aten.select.int, x, dim, i) for i in range(_same_for_all(call, _known(call, x, dim)))]
 
 
-def _static_parts(call: PaddedCall, x: PaddedValue, d: int) -> list[PaddedValue]:
-    return [
-        result(part, [*x.dims[:d], *static_dims([part.shape[d]]), *x.dims[d + 1 :]], x.sizes, x.fill)
-        for part in call.dense()
-    ]
-
-
-def _part(x: PaddedValue, d: int, start: Size, size: Size, parts: int) -> PaddedValue:
+def _part(x: PaddedValue, dim: int, start: Size, size: Size, parts: int) -> PaddedValue:
     """Return one of `parts` parts of a dim, from the index `start` on."""
     assert x.sizes is not None
+    d = dim % x.dim()
     longest = -(-x.shape[d] // parts)
     return take_range(x, d, x.sizes.of_each(start), longest, padded_dim(longest, size))
 
@@ -119,7 +97,7 @@ def _known(call: PaddedCall, x: PaddedValue, d: int) -> list[int]:
     return sizes
 
 
-def _same_for_all(call: PaddedCall, x: PaddedValue, d: int, counts: Sequence[int]) -> int:
+def _same_for_all(call: PaddedCall, counts: Sequence[int]) -> int:
     if len(set(counts)) > 1:
         raise refuse(call, "the number of parts differs from row to row")
     return counts[0]

@@ -45,20 +45,18 @@ _END = 2**62  # torch writes an open end as the largest int64
 
 
 @table.register(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
-def reshape(call: PaddedCall) -> PaddedValue:
+def reshape(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue:
     """Merge and split dims."""
-    x: PaddedValue = call["self"]
-    shape = call.get("size", call.get("shape"))
     if 0 in x.shape:
         raise refuse(call, "an empty tensor doesn't determine the dims of its sizes")
     try:
-        dims = _reshaped(x.dims, tuple(map(int, shape)))
+        dims = _reshaped(x.dims, tuple(map(int, size)))
     except RuleError as error:
-        return _regrouped(call, x, shape, error)
-    for factors, size in zip(dims, shape, strict=True):
-        if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes_with(x.sizes, size)):
-            reason = refuse(call, f"the size {size.size} is asked for a dim of true size {size_of(factors)}")
-            return _regrouped(call, x, shape, reason)
+        return _regrouped(call, x, size, error)
+    for factors, n in zip(dims, size, strict=True):
+        if isinstance(n, PaddedSize) and not is_same(size_of(factors), n.size, sizes_with(x.sizes, n)):
+            reason = refuse(call, f"the size {n.size} is asked for a dim of true size {size_of(factors)}")
+            return _regrouped(call, x, size, reason)
     return result(call.dense(), dims, x.sizes, x.fill)
 
 
@@ -92,66 +90,23 @@ def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[F
     return after
 
 
-@table.register(aten.permute, aten.permute_copy)
-def permute(call: PaddedCall) -> PaddedValue:
-    """Permute dims."""
-    x: PaddedValue = call["self"]
-    return result(call.dense(), [x.dims[d] for d in call["dims"]], x.sizes, x.fill)
-
-
-@table.register(aten.transpose.int, aten.t, aten.transpose_copy.int, aten.t_copy, aten.numpy_T, aten.mT, aten.adjoint)
-def transpose(call: PaddedCall) -> PaddedValue:
-    """Swap two dims."""
-    x: PaddedValue = call["self"]
-    dims = list(x.dims)
-    if call.op.overloadpacket is aten.numpy_T:
-        dims.reverse()
-    elif "dim0" in call:
-        a, b = call["dim0"], call["dim1"]
-        dims[a], dims[b] = dims[b], dims[a]
-    elif len(dims) > 1:
-        dims[-2], dims[-1] = dims[-1], dims[-2]
-    return result(call.dense(), dims, x.sizes, x.fill)
-
-
-@table.register(aten.unsqueeze, aten.unsqueeze_copy)
-def unsqueeze(call: PaddedCall) -> PaddedValue:
-    """Insert a dim of size 1."""
-    x: PaddedValue = call["self"]
-    at = call["dim"] % (x.dim() + 1)
-    return result(call.dense(), [*x.dims[:at], *static_dims([1]), *x.dims[at:]], x.sizes, x.fill)
-
-
-@table.register(aten.squeeze, aten.squeeze_copy)
-def squeeze(call: PaddedCall) -> PaddedValue:
-    """Remove dims of size 1; a dim with a larger bucket stays, whatever its true size."""
-    x: PaddedValue = call["self"]
-    given = call.get("dim")
-    wanted = range(x.dim()) if given is None else [d % x.dim() for d in _listed(given)]
-    squeezed = {d for d in wanted if x.shape[d] == 1}
-    if any(x.is_padded(d) for d in squeezed):
-        raise refuse(call, "the dim to squeeze is padded")
-    return result(call.dense(), [f for d, f in enumerate(x.dims) if d not in squeezed], x.sizes, x.fill)
-
-
-@table.register(aten.expand, aten.expand_copy)
-def expand(call: PaddedCall) -> PaddedValue:
+@table.register(aten.expand, aten.expand_copy, aten.broadcast_to)
+def expand(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue:
     """Expand dims of size 1; a padded dim keeps its size."""
-    x: PaddedValue = call["self"]
-    target = list(call["size"])
+    target = list(size)
     added = len(target) - x.dim()
     sizes = sizes_with(x.sizes, *target)
-    dims = [dim_of(max(size, 1) if size < 0 else size, sizes) for size in target]
+    dims = [dim_of(max(n, 1) if n < 0 else n, sizes) for n in target]
     for d, factors in enumerate(x.dims):
-        size = target[d + added]
-        if size not in (-1, bucket_of(factors)):
+        wanted = target[d + added]
+        if wanted not in (-1, bucket_of(factors)):
             continue
-        if isinstance(size, PaddedSize) and not is_same(size_of(factors), size.size, sizes):
+        if isinstance(wanted, PaddedSize) and not is_same(size_of(factors), wanted.size, sizes):
             if bucket_of(factors) > 1:
-                raise refuse(call, f"a dim of true size {size_of(factors)} is expanded to {size.size}")
+                raise refuse(call, f"a dim of true size {size_of(factors)} is expanded to {wanted.size}")
             continue
         dims[d + added] = factors
-    shape = [-1 if size == -1 else bucket_of(factors) for size, factors in zip(target, dims, strict=True)]
+    shape = [-1 if n == -1 else bucket_of(factors) for n, factors in zip(target, dims, strict=True)]
     # The padding of a dim that becomes a padded one holds copies of values.
     before = [None] * added + list(x.dims)
     is_kept = all(factors == own or not is_padded(factors) for factors, own in zip(dims, before, strict=True))
@@ -159,11 +114,9 @@ def expand(call: PaddedCall) -> PaddedValue:
     return result(call.dense() if shape == target else x.dense.expand(shape), dims, sizes, fill)
 
 
-@table.register(aten.expand_as, aten.broadcast_tensors, aten.broadcast_to)
+@table.register(aten.expand_as, aten.broadcast_tensors)
 def expand_as(call: PaddedCall) -> PyTree:
     """Broadcast operands to the dims, padding included, that a pointwise op would give them."""
-    if call.op is aten.broadcast_to.default:
-        return expand(call)
     operands = call.values
     dims, sizes = broadcast(operands)
     shape = tuple(map(bucket_of, dims))
@@ -172,11 +125,9 @@ def expand_as(call: PaddedCall) -> PyTree:
 
 
 @table.register(aten.meshgrid)
-def meshgrid(call: PaddedCall) -> list[PaddedValue]:
+def meshgrid(call: PaddedCall, tensors: Sequence[PaddedValue], indexing: str = "ij") -> list[PaddedValue]:
     """Expand each vector along a dim of its own over the dims of all others."""
-    vectors: list[PaddedValue] = [
-        x if x.dim() else PaddedValue(x.dense.view(1), static_dims([1])) for x in call["tensors"]
-    ]
+    vectors = [x if x.dim() else PaddedValue(x.dense.view(1), static_dims([1])) for x in tensors]
     sizes = call.sizes()
     dims = [x.dims[0] for x in vectors]
     shape = [x.shape[0] for x in vectors]
@@ -188,58 +139,41 @@ def meshgrid(call: PaddedCall) -> list[PaddedValue]:
         own[i] = x.dims[0]
         placed = PaddedValue(x.dense.view(at), tuple(own), x.sizes)
         out = result(gradient_safe(placed, dims, shape, sizes).expand(shape), dims, sizes)
-        swapped = call.get("indexing") == "xy" and len(vectors) > 1
+        swapped = indexing == "xy" and len(vectors) > 1
         axes = [1, 0, *range(2, len(vectors))]
         outs.append(result(out.dense.permute(axes), [dims[a] for a in axes], sizes) if swapped else out)
     return outs
 
 
-@table.register(aten.alias, aten.detach, aten.alias_copy, aten.detach_copy, aten.lift_fresh, aten.lift, aten.contiguous,
-                aten.resolve_conj, aten.resolve_neg, aten._conj, aten.conj, aten._neg_view, aten.positive,
-                aten.requires_grad_, aten.pin_memory, aten.view_as, aten.reshape_as)  # fmt: skip
-def same_shape(call: PaddedCall) -> PaddedValue:
-    """Return the input's elements in the same order, for ops such as `alias` and `contiguous`."""
-    x: PaddedValue = call["self"]
-    if "other" in call and call["other"].shape != x.shape:
-        dims = reshaped(x.dims, list(call["other"].shape))
-        return result(call.dense(), [f or static_dims([1])[0] for f in dims], x.sizes, x.fill)
+@table.register(aten.view_as, aten.reshape_as)
+def view_as(call: PaddedCall, x: PaddedValue, other: PaddedValue) -> PaddedValue:
+    """Return the input's elements in the same order, in another tensor's shape."""
+    if other.shape == x.shape:
+        return x.like(call.dense(), x.fill)
+    return result(call.dense(), _reshaped(x.dims, tuple(other.shape)), x.sizes, x.fill)
+
+
+@table.register(aten.requires_grad_)
+def same(call: PaddedCall, x: PaddedValue) -> PaddedValue:
+    """Return the input itself."""
     return x.like(call.dense(), x.fill)
 
 
-@table.register(aten.view_as_real, aten.view_as_complex, aten.view_as_real_copy, aten.view_as_complex_copy)
-def complex_view(call: PaddedCall) -> PaddedValue:
-    """Add a last dim of real and imaginary parts, or remove it."""
-    x: PaddedValue = call["self"]
+@table.register(aten.view_as_real, aten.view_as_real_copy)
+def view_as_real(call: PaddedCall, x: PaddedValue) -> PaddedValue:
+    """Add a last dim of real and imaginary parts."""
     # The wrapper hides the storage's conjugate bit from torch.
-    out = call.dense({"self": x.dense.resolve_conj()})
-    if out.dim() > x.dim():
-        paired = result(out, [*x.dims, *static_dims([2])], x.sizes)
-        return replace(paired, view="copy" if x.dense.is_conj() else "")
-    if x.is_padded(x.dim() - 1):
-        raise refuse(call, "its last dim holds real and imaginary parts, and cannot be padded")
-    return result(out, x.dims[:-1], x.sizes)
+    paired = result(call.dense({"self": x.dense.resolve_conj()}), [*x.dims, *static_dims([2])], x.sizes)
+    return replace(paired, view="copy" if x.dense.is_conj() else "")
 
 
-@table.register(aten.view.dtype)
-def view_as_dtype(call: PaddedCall) -> PaddedValue:
-    """View the bytes as another dtype of the same size."""
-    x: PaddedValue = call["self"]
-    out = call.dense()
-    if out.shape != x.shape:
-        raise refuse(call, "an element size of other bytes changes the size of the last dim")
-    return x.like(out)
-
-
-@table.register(aten.select.int, aten.select_copy)
-def select(call: PaddedCall) -> PaddedValue:
+@table.register(aten.select.int, aten.select_copy, across=True)
+def select(call: PaddedCall, x: PaddedValue, dim: int, index: int) -> PaddedValue:
     """Select an index of a dim; a negative one counts from the true end."""
-    x: PaddedValue = call["self"]
-    d, index = call["dim"] % x.dim(), call["index"]
+    d = dim % x.dim()
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
     if isinstance(index, PaddedSize):
         return selected_at_size(call, x, d, index)
-    if not x.is_padded(d):
-        return result(call.dense(), dims, x.sizes, x.fill)
     size = prefix_size(x, d)
     if size == rows_symbol():
         return select_row(x, d, index)
@@ -253,21 +187,16 @@ def select(call: PaddedCall) -> PaddedValue:
     return replace(result(one.dense.squeeze(d), dims, x.sizes), view="copy")
 
 
-@table.register(aten.slice, aten.slice_copy)
-def slice_(call: PaddedCall) -> PaddedValue:
+@table.register(aten.slice, aten.slice_copy, across=True)
+def slice_(call: PaddedCall, x: PaddedValue, dim: int, start: int | None, end: int | None, step: int) -> PaddedValue:
     """Slice a dim; negative ends count from the true end."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % x.dim()
-    start, stop, step = call["start"] or 0, call["end"], call["step"]
+    d, stop = dim % x.dim(), end
     if x.is_padded(d) and is_traced(x.dense):
         stop = as_traced_size(x, d, stop)
-    if isinstance(call["start"], PaddedSize) or isinstance(stop, PaddedSize):
+    if isinstance(start, PaddedSize) or isinstance(stop, PaddedSize):
         call.replace("end", stop)
-        return sliced_at_sizes(call, x, d, call["start"])
-    stop = None if stop is None or stop >= _END else stop
-    if not x.is_padded(d):
-        out = call.dense()
-        return result(out, with_dim(x.dims, d, static_dims([out.shape[d]])[0]), x.sizes, x.fill)
+        return sliced_at_sizes(call, x, d, start)
+    start, stop = start or 0, None if stop is None or stop >= _END else stop
     if start == 0 and (stop is None or stop >= x.shape[d]) and step == 1:
         return x.like(call.dense(), x.fill)
     size = prefix_size(x, d)
@@ -299,11 +228,10 @@ def slice_(call: PaddedCall) -> PaddedValue:
     return take_range(x, d, (first + start).clamp(min=0), longest, padded_dim(longest, true_size), step)
 
 
-@table.register(aten.narrow.default)
-def narrow(call: PaddedCall) -> PaddedValue:
+@table.register(aten.narrow.default, across=True)
+def narrow(call: PaddedCall, x: PaddedValue, dim: int, start: int, length: int) -> PaddedValue:
     """Select `length` positions from `start` on, which counts from the true end if negative."""
-    x: PaddedValue = call["self"]
-    d, start, length = call["dim"] % max(x.dim(), 1), call["start"], call["length"]
+    d = dim % max(x.dim(), 1)
     if isinstance(start, PaddedSize) or isinstance(length, PaddedSize):
         sizes = sizes_with(x.sizes, start, length)
         if sizes is not None and sizes.known_on_host and sizes.rows is None and x.dim():
@@ -316,9 +244,6 @@ def narrow(call: PaddedCall) -> PaddedValue:
         if least(true_expression(start), sizes) < 0:
             raise refuse(call, "its start counts from the end")
         return apply(aten.slice.Tensor, x, d, start, start + length)
-    if not x.is_padded(d):
-        out = call.dense()
-        return result(out, with_dim(x.dims, d, static_dims([length])[0]), x.sizes, x.fill)
     end = start + length
     if end == (x.shape[d] if start >= 0 else 0):
         return apply(aten.slice.Tensor, x, d, start, None)
@@ -328,16 +253,11 @@ def narrow(call: PaddedCall) -> PaddedValue:
     return apply(aten.slice.Tensor, x, d, start, end)
 
 
-@table.register(aten.unfold, aten.unfold_copy)
-def unfold(call: PaddedCall) -> PaddedValue:
+@table.register(aten.unfold, aten.unfold_copy, across=True)
+def unfold(call: PaddedCall, x: PaddedValue, dimension: int, size: int, step: int) -> PaddedValue:
     """Windows of a dim, which start a step apart; the last one ends within the true size."""
-    x: PaddedValue = call["self"]
-    d = call["dimension"] % x.dim()
-    out = call.dense()
-    window = static_dims([call["size"]])
-    if not x.is_padded(d):
-        return result(out, [*with_dim(x.dims, d, static_dims([out.shape[d]])[0]), *window], x.sizes, x.fill)
-    windows = convolved(prefix_size(x, d), call["size"], call["step"])
+    d, out, window = dimension % x.dim(), call.dense(), static_dims([size])
+    windows = convolved(prefix_size(x, d), size, step)
     windowed = result(
         out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted
     )
@@ -345,16 +265,13 @@ def unfold(call: PaddedCall) -> PaddedValue:
     return windowed.gradient_masked()
 
 
-@table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal)
-def diagonal(call: PaddedCall) -> PaddedValue:
+@table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal, across=True)
+def diagonal(call: PaddedCall, x: PaddedValue, offset: int, dim1: int, dim2: int) -> PaddedValue:
     """The diagonal of two dims: it ends where the first of them does."""
-    x: PaddedValue = call["self" if "self" in call else "A"]
-    a, b = call["dim1"] % x.dim(), call["dim2"] % x.dim()
+    a, b = dim1 % x.dim(), dim2 % x.dim()
     out = call.dense()
     dims = [factors for i, factors in enumerate(x.dims) if i not in (a, b)]
-    if not x.is_padded(a) and not x.is_padded(b):
-        return result(out, [*dims, *static_dims([out.shape[-1]])], x.sizes, x.fill)
-    down, along = max(-call["offset"], 0), max(call["offset"], 0)
+    down, along = max(-offset, 0), max(offset, 0)
     length = largest(0, smallest(prefix_size(x, a) - down, prefix_size(x, b) - along))
     return result(out, [*dims, padded_dim(out.shape[-1], length)], x.sizes, x.fill_if_shifted)
 
@@ -371,7 +288,3 @@ def _check_index(x: PaddedValue, d: int, index: int) -> None:
     sizes = host_sizes(x, d)
     if sizes is not None and len(sizes) == 1 and not -sizes[0] <= index < sizes[0]:
         raise IndexError(f"index {index} is out of bounds for dim {d} of true size {sizes[0]}")
-
-
-def _listed(given: int | Sequence[int]) -> Sequence[int]:
-    return [given] if isinstance(given, int) else given

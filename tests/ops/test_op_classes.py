@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +13,12 @@ import pytest
 import torch
 from class_evidence.calls import Call
 from class_evidence.evidence import DISCOVERABLE, Recorder, Report, validate
-from class_evidence.probes import PROBES
+from class_evidence.dim_probes import acts_as_its_map_says
+from class_evidence.probes import PROBES, SaysNothing
+from class_evidence.sweep import quiet, recorded
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
+from subtensors.dispatch.ops.dim_table import has_map
 from subtensors.dispatch.ops.op_class_overrides import SUPPLEMENT
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class, overload_name
 
@@ -46,97 +45,6 @@ def aten_overloads() -> list[OpOverload]:
             packet, _, overload = name.partition(".")
             overloads.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
     return overloads
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    # The samples of op_db try deprecated and ill-conditioned calls on purpose.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def differentiate(outputs: Any, inputs: Any) -> None:
-    ends = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    starts = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if ends and starts:
-        torch.autograd.grad([t.abs().sum() for t in ends], starts, allow_unused=True)
-
-
-def attempt(run: Callable[[], Any]) -> bool:
-    # Some samples need a GPU, a LAPACK build or an in-place variant that does not exist for their dtype.
-    try:
-        run()
-    except Exception:
-        return False
-    return True
-
-
-def sweep_op_db(recorder: Recorder, samples: int = 12) -> tuple[int, int]:
-    """Run op_db under the recorder; return how many samples ran, and how many could not."""
-    from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
-
-    ran = [0, 0]
-    for info in op_db:
-        supported = info.supported_dtypes("cpu")
-        wanted = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
-        dtype = next((d for d in wanted if d in supported), None)
-        if dtype is None:
-            continue
-        grad = info.supports_autograd and dtype.is_floating_point
-        for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), samples):
-            given = (sample.input, *sample.args)
-
-            def forward_and_backward(info: Any = info, given: Any = given, sample: Any = sample) -> None:
-                with recorder:
-                    differentiate(info(*given, **sample.kwargs), (given, sample.kwargs))
-
-            def without_decomposing(info: Any = info, given: Any = given, sample: Any = sample) -> None:
-                with torch.inference_mode(), recorder:
-                    info(*given, **sample.kwargs)
-
-            def in_place(info: Any = info, sample: Any = sample) -> None:
-                target = sample.input.detach().clone()
-                with torch.no_grad(), recorder:
-                    info.inplace_variant(target, *sample.args, **sample.kwargs)
-
-            ran[0 if attempt(forward_and_backward) else 1] += 1
-            attempt(without_decomposing)
-            if info.inplace_variant is not None and isinstance(sample.input, torch.Tensor):
-                attempt(in_place)
-    return ran[0], ran[1]
-
-
-def sweep_foreach_db(recorder: Recorder, samples: int = 8) -> None:
-    from torch.testing._internal import common_methods_invocations as db
-
-    for info in (
-        db.foreach_unary_op_db
-        + db.foreach_binary_op_db
-        + db.foreach_pointwise_op_db
-        + db.foreach_reduce_op_db
-        + db.foreach_other_op_db
-    ):
-        options = {"noncontiguous": False, "same_size": True, "num_input_tensors": [3]}
-        for sample in itertools.islice(info.sample_inputs("cpu", torch.float64, **options), samples):
-            for variant in (info.method_variant, info.inplace_variant):
-
-                def on_copies(variant: Any = variant, sample: Any = sample) -> None:
-                    with torch.no_grad(), recorder:
-                        variant([t.clone() for t in sample.input], *sample.args, **sample.kwargs)
-
-                if variant is not None:
-                    attempt(on_copies)
-
-
-@functools.cache
-def recorded() -> tuple[dict[OpOverload, list[Call]], tuple[int, int]]:
-    recorder = Recorder()
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        counts = sweep_op_db(recorder)
-        sweep_foreach_db(recorder)
-    return recorder.calls, counts
 
 
 @functools.cache
@@ -187,6 +95,34 @@ def test_every_class_is_tested_on_several_ops() -> None:
     for op in recorded()[0]:
         by_class[op_class(op)] += overload_name(op) in report().probed
     assert min(by_class.values()) >= 6, by_class
+
+
+def map_failures() -> tuple[dict[str, str], set[str]]:
+    """How the dimension map of each recorded op fails, and the ops whose map was put to a test."""
+    wrong, tested = {}, set()
+    with quiet(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for op, calls in recorded()[0].items():
+            if not has_map(op) or functional_form(op) is not op:
+                continue
+            for call in calls:
+                try:
+                    call.run()
+                    why = acts_as_its_map_says(call)
+                except Exception:  # a sample that torch refuses, or that can't tell
+                    continue
+                tested.add(overload_name(op))
+                if why is not None:
+                    wrong[overload_name(op)] = why
+                    break
+    return wrong, tested
+
+
+def test_every_dimension_map_holds_on_every_recorded_call() -> None:
+    wrong, tested = map_failures()
+    assert wrong == {}
+    claimed = [op for op in recorded()[0] if has_map(op) and functional_form(op) is op]
+    assert len(tested) > 0.95 * len(claimed) > 300
 
 
 x = torch.arange(120.0, dtype=torch.float64).sin().reshape(40, 3)

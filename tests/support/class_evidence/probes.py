@@ -54,7 +54,7 @@ def acts_element_by_element(call: Call) -> str | None:
             return t if t.dim() == 0 else t.expand(shape).reshape(-1)[positions].reshape(-1, *[1] * (len(shape) - 1))
 
         part = [t.reshape(-1) for t in call.with_tensors(select).run() if t.numel() > 0]
-        if not _all_close(part, [t.reshape(-1)[positions] for t in whole]):
+        if not all_close(part, [t.reshape(-1)[positions] for t in whole]):
             return "a choice of its elements gives other values"
     return None
 
@@ -91,7 +91,7 @@ def ignores_the_order_of_what_it_reduces(call: Call) -> str | None:
         return "the output is no smaller than what it reduces"
     before = _values_at_positions(call.op, before, operand, dims, named)
     after = _values_at_positions(call.op, after, permute(operand), dims, named)
-    return None if _all_close(before, after) else "the order of the reduced elements matters"
+    return None if all_close(before, after) else "the order of the reduced elements matters"
 
 
 def _ignores_the_order_of_samples(call: Call, named: dict[str, Any]) -> str | None:
@@ -109,7 +109,7 @@ def _ignores_the_order_of_samples(call: Call, named: dict[str, Any]) -> str | No
 
     before, after = call.run(), call.with_tensors(permute).run()
     before = [permute(t) for t in before]
-    return None if _all_close(before, after) else "the order of the samples matters"
+    return None if all_close(before, after) else "the order of the samples matters"
 
 
 def returns_its_inputs_storage(call: Call) -> str | None:
@@ -145,7 +145,7 @@ def ignores_tensor_values(call: Call) -> str | None:
     if "empty" in overload_name(call.op):
         same = [(t.shape, t.dtype, t.stride()) for t in first] == [(t.shape, t.dtype, t.stride()) for t in second]
         return None if same else "its shape depends on its input's values"
-    return None if _all_close(first, second) else "its values depend on its input's"
+    return None if all_close(first, second) else "its values depend on its input's"
 
 
 def is_a_function_of_the_seed(call: Call) -> str | None:
@@ -159,7 +159,7 @@ def is_a_function_of_the_seed(call: Call) -> str | None:
         first = call.run()
         torch.manual_seed(0)
         second = call.run()
-    return None if _all_close(first, second) else "the same seed gives other values"
+    return None if all_close(first, second) else "the same seed gives other values"
 
 
 def only_moves_elements(call: Call) -> str | None:
@@ -207,7 +207,7 @@ def normalises_a_slice(call: Call) -> str | None:
     if first[0].shape != operand.shape:
         return "the output has another shape than the input"
     shifted, scaled = call.replacing(operand, operand + 1), call.replacing(operand, operand * 2)
-    if not any(_all_close(first, changed.run()[:1]) for changed in (shifted, scaled)):
+    if not any(all_close(first, changed.run()[:1]) for changed in (shifted, scaled)):
         return "neither adding a constant nor scaling leaves the output as it was"
     return None
 
@@ -233,7 +233,7 @@ def depends_on_earlier_elements_only(call: Call) -> str | None:
     if any(t.dim() != operand.dim() for t in whole):
         return "the output has not the input's dims"
     expected = [t.narrow(dim, 0, p.shape[dim]) for t, p in zip(whole, part, strict=True)]
-    return None if _all_close(part, expected) else "an element depends on later ones"
+    return None if all_close(part, expected) else "an element depends on later ones"
 
 
 def commutes_with_an_increasing_map(call: Call) -> str | None:
@@ -284,7 +284,7 @@ def _is_affine_in(call: Call, operand: torch.Tensor, outputs: int | None) -> boo
     middle = (operand + other) / 2
     first, second, between = (call.replacing(operand, x).run()[:outputs] for x in (operand, other, middle))
     averages = [(a + b) / 2 if holds_values(a) else a for a, b in zip(first, second, strict=True)]
-    return _all_close(between, averages)
+    return all_close(between, averages)
 
 
 def _first_of_each_list(call: Call) -> Call:
@@ -321,7 +321,7 @@ def _other_values(t: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(t) if holds_values(t) else t + 1
 
 
-def _all_close(actual: Tensors, expected: Tensors) -> bool:
+def all_close(actual: Tensors, expected: Tensors) -> bool:
     if len(actual) != len(expected):
         return False
     for a, b in zip(actual, expected, strict=True):

@@ -1,0 +1,86 @@
+"""The dimension maps of products, written as einsum writes them: dims of one letter are shared, those that the result
+lacks are summed over."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from subtensors.dispatch.ops.dims import DimMap, Operand, dim_rule
+
+aten = torch.ops.aten
+
+_LETTERS = "abcdefghijklmnopqrstuvw"
+
+
+def einsum(formula: str, added: Operand | None = None, before: bool = False) -> DimMap:
+    """Return the map of a sum of products.
+
+    Args:
+        formula: a letter for each dim of the operands and of the result, as in "ij,jk->ik".
+        added: an operand that is added to the product, and broadcasts to it.
+        before: whether that comes before the factors among the arguments.
+    """
+    inputs, out = formula.split("->")
+    operands = tuple(tuple(letters) for letters in inputs.split(","))
+    if added is not None:
+        broadcast = tuple(out[len(out) - added.ndim :])
+        operands = (broadcast, *operands) if before else (*operands, broadcast)
+    return DimMap(operands, (tuple(out),), frozenset(inputs) - set(out) - {","})
+
+
+FORMULAS: dict[OpOverloadPacket, str] = {
+    aten.mm: "ij,jk->ik",
+    aten.bmm: "bij,bjk->bik",
+    aten.mv: "ij,j->i",
+    aten.dot: "i,i->",
+    aten.vdot: "i,i->",
+    aten.outer: "i,j->ij",
+    aten.ger: "i,j->ij",
+}
+"""Products of two operands."""
+
+WITH_ADDED: dict[OpOverloadPacket, str] = {
+    aten.addmm: "ij,jk->ik",
+    aten.baddbmm: "bij,bjk->bik",
+    aten.addbmm: "bij,bjk->ik",
+    aten.addmv: "ij,j->i",
+    aten.addr: "i,j->ij",
+}
+"""The same, added to a first operand."""
+
+
+def _fixed(packet: OpOverloadPacket, formula: str) -> None:
+    found = einsum(formula)
+
+    @dim_rule(packet)
+    def product() -> DimMap:
+        return found
+
+
+def _fixed_with_added(packet: OpOverloadPacket, formula: str) -> None:
+    @dim_rule(packet)
+    def product(x: Operand) -> DimMap:
+        return einsum(formula, x, before=True)
+
+
+for _packet, _formula in FORMULAS.items():
+    _fixed(_packet, _formula)
+for _packet, _formula in WITH_ADDED.items():
+    _fixed_with_added(_packet, _formula)
+
+
+@dim_rule(aten.linear)
+def linear(x: Operand, weight: Operand, bias: Operand | None) -> DimMap:
+    """`input @ weight.T + bias`."""
+    leading, features = _LETTERS[: x.ndim - 1], "z" if weight.ndim == 2 else ""
+    return einsum(f"{leading}y,{features}y->{leading}{features}", bias)
+
+
+@dim_rule(aten.matmul, aten.linalg_matmul)
+def matmul(x: Operand, other: Operand) -> DimMap:
+    """A product of matrices or vectors, with leading dims that broadcast."""
+    leading = _LETTERS[: max(x.ndim, other.ndim, 2) - 2]
+    left = leading[len(leading) - max(x.ndim - 2, 0) :] + "xy" if x.ndim > 1 else "y"
+    right = leading[len(leading) - max(other.ndim - 2, 0) :] + "yz" if other.ndim > 1 else "y"
+    return einsum(f"{left},{right}->{leading}{'x' * (x.ndim > 1)}{'z' * (other.ndim > 1)}")

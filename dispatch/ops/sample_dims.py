@@ -1,0 +1,155 @@
+"""The dimension maps of ops that treat the slices of a batch independently, and of reads and writes at an index.
+
+The core dims of an operand are those that such an op combines; all dims before them are batch dims, which broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from subtensors.dispatch.ops.dims import DimMap, Labels, Operand, dim_rule, labels_of, normalized
+from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.op_classes import OpClass
+
+aten = torch.ops.aten
+
+# The number of trailing dims that an op combines, in each of its tensors.
+MATRIX_OPS = """linalg_inv_ex linalg_inv inverse linalg_cholesky_ex linalg_cholesky cholesky cholesky_inverse linalg_eig
+    linalg_eigvals _linalg_eigh linalg_eigh linalg_eigvalsh _linalg_svd linalg_svd linalg_svdvals svd
+    linalg_qr qr linalg_lu linalg_lu_factor linalg_lu_factor_ex _linalg_det linalg_det det _linalg_slogdet
+    linalg_slogdet slogdet logdet linalg_matrix_exp matrix_exp linalg_ldl_factor linalg_ldl_factor_ex
+    linalg_matrix_power matrix_power linalg_cond cholesky_solve triangular_solve
+    linalg_solve_triangular pinverse geqrf"""
+IMAGE_OPS = {
+    1: """upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d avg_pool1d adaptive_avg_pool1d
+        adaptive_max_pool1d""",
+    2: """upsample_bilinear2d upsample_nearest2d _upsample_nearest_exact2d upsample_bicubic2d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa adaptive_max_pool2d max_unpool2d avg_pool2d adaptive_avg_pool2d
+        _adaptive_avg_pool2d max_pool2d_with_indices""",
+    3: """upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d adaptive_max_pool3d
+        max_unpool3d grid_sampler_2d pixel_shuffle pixel_unshuffle channel_shuffle
+        native_channel_shuffle im2col avg_pool3d adaptive_avg_pool3d
+        _adaptive_avg_pool3d max_pool3d_with_indices""",
+    4: "grid_sampler_3d",
+}
+
+# Pivots and the factors of reflectors are vectors; tolerances are scalars; col2im takes columns of flattened windows.
+MIXED_OPS = {
+    "lu_unpack": (2, 1),
+    "linalg_lu_solve": (2, 1, 2),
+    "linalg_ldl_solve": (2, 1, 2),
+    "linalg_householder_product": (2, 1),
+    "orgqr": (2, 1),
+    "ormqr": (2, 1, 2),
+    "linalg_pinv": (2, 0, 0),
+    "linalg_matrix_rank": (2, 0, 0),
+    "_euclidean_dist": (2, 2),
+    "col2im": (2,),
+}
+
+
+def _packets(names: str) -> list[OpOverloadPacket]:
+    return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+
+
+CORE: dict[OpOverloadPacket, tuple[int, ...]] = dict.fromkeys(_packets(MATRIX_OPS), (2, 2))
+CORE |= {packet: (rank, rank) for rank, names in IMAGE_OPS.items() for packet in _packets(names)}
+CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _packets(name)}
+"""The number of core dims of each operand."""
+
+
+def batched(operands: Sequence[Operand], cores: Sequence[int]) -> DimMap:
+    """Return the map of an op that combines the last dims of its operands, so many of each."""
+    if len(operands) > len(cores):
+        raise RuleError("the layout of its operands is unknown")
+    batches = [max(x.ndim - core, 0) for x, core in zip(operands, cores, strict=False)]
+    most = max(batches)
+    labels: list[Labels] = []
+    for i, (x, batch) in enumerate(zip(operands, batches, strict=True)):
+        labels.append((*range(most - batch, most), *((f"core {i}", d) for d in range(x.ndim - batch))))
+    core = frozenset(label for own in labels for label in own if isinstance(label, tuple))
+    return DimMap(tuple(labels), ((*range(most), ...),), core, partial=True)
+
+
+def _by_cores(packet: OpOverloadPacket, cores: tuple[int, ...]) -> None:
+    @dim_rule(packet)
+    def by_cores(operands: Sequence[Operand]) -> DimMap:
+        return batched(operands, cores)
+
+
+for _packet, _cores in CORE.items():
+    _by_cores(_packet, _cores)
+
+
+@dim_rule(aten._linalg_solve_ex)
+def solve(A: Operand, B: Operand) -> DimMap:
+    """Systems of equations; the right side holds vectors if it has a dim less than the matrices."""
+    is_vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
+    return batched((A, B), (2, 1 if is_vector else 2))
+
+
+@dim_rule(aten.linalg_cross, aten.cross)
+def cross(x: Operand, other: Operand, dim: int | None) -> DimMap:
+    """Vectors along a dim; the first of size 3 if none is named."""
+    found = pointwise((x, other))
+    rank = len(found.results[0])
+    return found._replace(combined=frozenset(found.results[0] if dim is None else [dim if dim < 0 else dim - rank]))
+
+
+@dim_rule(OpClass.POINTWISE, aten.broadcast_tensors, aten.expand_as)
+def pointwise(operands: Sequence[Operand]) -> DimMap:
+    """Operands that broadcast: the last dim of each is the same dim, and so on."""
+    labels = tuple(tuple(range(-x.ndim, 0)) for x in operands)
+    return DimMap(labels, (max(labels, key=len, default=()),))
+
+
+@dim_rule(aten.zeros_like, aten.ones_like, aten.full_like)
+def like(x: Operand) -> DimMap:
+    """A tensor of the operand's sizes."""
+    own = labels_of(x)
+    return DimMap((own,), (own,))
+
+
+@dim_rule(aten.gather)
+def gather(x: Operand, dim: int, index: Operand) -> DimMap:
+    """An element for each position of an index, of a dim that is combined."""
+    return _at_index(x, dim, [x, index], index)
+
+
+@dim_rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
+def scatter(x: Operand, dim: int, index: Operand, src: Operand | None = None) -> DimMap:
+    """Elements replaced or reduced at the positions of an index, of a dim that is combined."""
+    return _at_index(x, dim, [x, index, *([] if src is None else [src])], x)
+
+
+def _at_index(x: Operand, dim: int, operands: Sequence[Operand], result: Operand) -> DimMap:
+    """Return the map of a read or write at an index; dims of different sizes are combined, too."""
+    at = normalized(dim, x.ndim)
+    uneven = [d for d in labels_of(x) if any(d >= y.ndim or y.shape[d] != x.shape[d] for y in operands)]
+    return DimMap(tuple(map(labels_of, operands)), (labels_of(result),), frozenset([at, *uneven]))
+
+
+@dim_rule(aten.embedding)
+def embedding(weight: Operand, indices: Operand) -> DimMap:
+    """A row of a table for each index."""
+    return DimMap((("row", "feature"), labels_of(indices)), ((*labels_of(indices), "feature"),), frozenset(["row"]))
+
+
+@dim_rule(aten.index_select)
+def index_select(x: Operand, dim: int, index: Operand) -> DimMap:
+    """The positions of a dim that an index names."""
+    own, at = labels_of(x), normalized(dim, x.ndim)
+    named = ("index",) * index.ndim
+    if not own:
+        return DimMap((own, named), (own,), frozenset(named))
+    return DimMap((own, named), ((*own[:at], *(named or (None,)), *own[at + 1 :]),), frozenset([at]))
+
+
+@dim_rule(aten.one_hot)
+def one_hot(x: Operand, num_classes: int) -> DimMap:
+    """A row for each index; without a number of classes its size depends on all indices."""
+    own = labels_of(x)
+    return DimMap((own,), ((*own, None),), frozenset(own if num_classes < 0 else ()), partial=True)

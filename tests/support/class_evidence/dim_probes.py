@@ -1,0 +1,129 @@
+"""The claims of a dimension map as a probe of one recorded call: positions chosen, cut and filled along each dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from class_evidence.calls import Call, holds_values
+from class_evidence.probes import SaysNothing, all_close
+from subtensors.dispatch.ops.dim_table import dim_map
+from subtensors.dispatch.ops.dims import DimMap, Labels
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
+from subtensors.dispatch.ops.reduction_dims import monoid_of
+
+
+def map_of(call: Call) -> tuple[DimMap, list[torch.Tensor]]:
+    """The dimension map of a call, and its tensors in the order of the schema."""
+    named = call.arguments()
+    tensors = [t for value in named.values() for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return dim_map(call.op, named, tensors), tensors
+
+
+def acts_as_its_map_says(call: Call) -> str | None:
+    """None where the map holds on the call; otherwise how it fails."""
+    found, tensors = map_of(call)
+    if [len(labels) for labels in found.operands] != [t.ndim for t in tensors]:
+        return f"its map has the operands {found.operands}"
+    outputs = results_of(call)
+    for i, t in enumerate(outputs):
+        labels = found.of_result(i)
+        if t.ndim != len(labels) and not (labels and labels[-1] is ... and t.ndim >= len(labels) - 1):
+            return f"a result of {t.ndim} dims has the labels {labels}"
+    tested = False
+    for label in {label for labels in found.operands for label in labels} - found.combined:
+        sizes = sizes_along(label, tensors, found)
+        if any(label not in found.of_result(i) for i in range(len(outputs))):
+            return f"a result lacks {label}, which is not combined"
+        if max(sizes, default=1) < 2:
+            continue
+        tested = True
+        positions = torch.randint(max(sizes), (max(sizes),))
+        chosen = results_of(choose(call, label, positions, tensors, found))
+        wanted = [t.index_select(found.of_result(i).index(label), positions) for i, t in enumerate(outputs)]
+        if not all_close(chosen, wanted):
+            return f"a choice of positions along {label} gives other values"
+    why = moves_nothing_new(found, tensors, outputs) or reduces_by_its_monoid(call, found, tensors)
+    if why is None and not tested and not found.moves:
+        raise SaysNothing("no dim of more than one position is parallel")
+    return why
+
+
+def results_of(call: Call) -> list[torch.Tensor]:
+    """The tensors that a call returns, run on copies of its arguments."""
+    copied = call.with_tensors(torch.clone)
+    return [t for t in tree_leaves(copied.op(*copied.args, **copied.kwargs)) if isinstance(t, torch.Tensor)]
+
+
+def sizes_along(label: Any, tensors: list[torch.Tensor], found: DimMap) -> list[int]:
+    """The sizes of the dims of a label."""
+    pairs = zip(tensors, found.operands, strict=True)
+    return [t.shape[d] for t, labels in pairs for d, own in enumerate(labels) if own == label]
+
+
+def choose(call: Call, label: Any, positions: torch.Tensor, tensors: list[torch.Tensor], found: DimMap) -> Call:
+    """The same call with some positions of a label, of each operand that has it and doesn't broadcast along it."""
+    labels_by_id = {id(t): labels for t, labels in zip(tensors, found.operands, strict=True)}
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        labels: Labels = labels_by_id[id(t)]
+        for d, own in enumerate(labels):
+            if own == label and (t.shape[d] > 1 or positions.numel() == 1):
+                t = t.index_select(d, positions)
+        return t
+
+    return call.with_tensors(change)
+
+
+def moves_nothing_new(found: DimMap, tensors: list[torch.Tensor], outputs: list[torch.Tensor]) -> str | None:
+    """Whether the elements of the results are elements of the operands, where the map says so."""
+    if not found.moves or not outputs or not all(map(holds_values, [*tensors, *outputs])):
+        return None
+    given = torch.cat(
+        [torch.view_as_real(t.resolve_conj()).flatten() if t.is_complex() else t.flatten() for t in tensors]
+    )
+    made = [torch.view_as_real(t.resolve_conj()).flatten() if t.is_complex() else t.flatten() for t in outputs]
+    new = [t for t in made if not torch.isin(t[~t.isnan()], given.to(t.dtype)).all()]
+    return "a result has an element that no operand has" if new else None
+
+
+def reduces_by_its_monoid(call: Call, found: DimMap, tensors: list[torch.Tensor]) -> str | None:
+    """Whether neutral elements change nothing, and parts combine to the whole."""
+    monoid = monoid_of(call.op)
+    is_product = op_class(call.op) is OpClass.CONTRACTION
+    if op_class(call.op) is not OpClass.REDUCTION or monoid is None:
+        monoid = None
+    if (monoid is None and not is_product) or not tensors:
+        return None
+    reduced = [label for label in found.combined if all(label not in labels for labels in found.results)]
+    for label in reduced:
+        size = max(sizes_along(label, tensors, found), default=0)
+        if size < 2 or not all(holds_values(t) or t.dtype in (torch.bool, torch.int64) for t in tensors):
+            continue
+        begin, end = torch.arange(size // 2), torch.arange(size // 2, size)
+        part, rest = (choose(call, label, half, tensors, found) for half in (begin, end))
+        neutral = monoid.neutral(tensors[0].dtype) if monoid is not None else 0
+        labels_by_id = {id(t): labels for t, labels in zip(tensors, found.operands, strict=True)}
+
+        def filled(
+            t: torch.Tensor, label: Any = label, end: Any = end, neutral: Any = neutral, own: Any = labels_by_id
+        ) -> torch.Tensor:
+            for d, each in enumerate(own[id(t)]):
+                if each == label:
+                    t = t.clone().index_fill(d, end, neutral)
+            return t
+
+        wide = call.with_argument("keepdim", False) if monoid is not None else call
+        of_part, of_rest, of_filled = (results_of(c)[0] for c in (part, rest, call.with_tensors(filled)))
+        if not all_close([of_part], [of_filled]) and not (
+            of_part.dtype.is_floating_point is False and neutral in (float("inf"), -float("inf"))
+        ):
+            return f"neutral elements along {label} change the result"
+        if monoid is not None:
+            combined = monoid.combine(torch.stack([of_part, of_rest]))
+            if not all_close([combined], [results_of(call)[0].to(combined.dtype)]):
+                return f"parts along {label} do not combine to the whole"
+        del wide
+    return None
