@@ -25,11 +25,11 @@ from subtensors.dispatch.chunked.lazy_graph import (
     replicated,
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
-from subtensors.dispatch.torch_internals.ops import schema_of
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map, tree_tensors
 
 RULES = RuleTable("ChunkedTensor", dict.fromkeys(OpClass, "realize() it first, which is what is done otherwise"))
 
@@ -48,7 +48,7 @@ def record(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PyTree:
         NeedsMaterialize: the op has no rule, or its rule doesn't hold for these arguments.
     """
     args, kwargs = tree_map((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
-    call = BoundCall(op, args, kwargs)
+    call = ChunkedCall(op, args, kwargs)
     if not call.chunked and op_class(op) is not OpClass.RANDOM:
         metas = infer(op, args, kwargs)
         return emit(op, args, kwargs, metas, [None] * len(tree_tensors(metas)), None)
@@ -103,7 +103,7 @@ def _infer(op: OpOverload, spec: PyTreeSpec, flat: Sequence[PyTree]) -> PyTree:
         raise NeedsMaterialize(op, f"{type(error).__name__}: {error}") from error
 
 
-class BoundCall:
+class ChunkedCall(BoundCall[LazyValue]):
     """One call of an op on values, at least one of them chunked, with its arguments by name.
 
     Args:
@@ -112,40 +112,8 @@ class BoundCall:
     """
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
-        self.op = op
-        self.arguments = schema_of(op).arguments
-        self.positional: list[PyTree] = list(args)
-        self.kwargs = dict(kwargs)
-        for argument in self.arguments[len(args) :]:
-            if argument.kwarg_only:
-                break
-            if argument.name in self.kwargs:
-                self.positional.append(self.kwargs.pop(argument.name))
-            elif argument.has_default_value():
-                self.positional.append(argument.default_value)
-        self.positions = {a.name: i for i, a in enumerate(self.arguments) if not a.kwarg_only}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.positions or any(a.name == name for a in self.arguments)
-
-    def __getitem__(self, name: str) -> PyTree:
-        """Return the argument of a name."""
-        position = self.positions.get(name)
-        if position is not None:
-            return self.positional[position]
-        return self.kwargs.get(name, next((a.default_value for a in self.arguments if a.name == name), None))
-
-    def __setitem__(self, name: str, value: PyTree) -> None:
-        position = self.positions.get(name)
-        if position is None:
-            self.kwargs[name] = value
-        else:
-            self.positional[position] = value
-
-    @property
-    def values(self) -> list[LazyValue]:
-        """The values among the arguments, in order."""
-        return [x for x in tree_leaves((self.positional, self.kwargs)) if isinstance(x, LazyValue)]
+        super().__init__(op, args, kwargs, LazyValue)
+        self._given = frozenset(kwargs)
 
     @property
     def chunked(self) -> list[LazyValue]:
@@ -158,12 +126,14 @@ class BoundCall:
 
     def infer(self) -> PyTree:
         """Return the results of the call, as meta tensors."""
-        return infer(self.op, tuple(self.positional), self.kwargs)
+        return infer(self.op, *self.with_values(lambda v: v))
 
     def with_values(self, to_operand: Callable[[LazyValue], PyTree]) -> tuple[Args, Kwargs]:
-        """Return the arguments with each value replaced."""
+        """Return the arguments with each value replaced; of those without a position, the ones that were given."""
+        args, kwargs = self.split(self.arguments)
+        given = {name: x for name, x in kwargs.items() if name in self._given}
         replaced: tuple[Args, Kwargs] = tree_map(
-            (tuple(self.positional), self.kwargs), lambda x: to_operand(x) if isinstance(x, LazyValue) else x
+            (args, given), lambda x: to_operand(x) if isinstance(x, LazyValue) else x
         )
         return replaced
 

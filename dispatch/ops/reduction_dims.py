@@ -115,10 +115,10 @@ def monoid_of(op: OpOverload) -> Monoid | None:
 
 
 @dim_rule(aten.sum, aten.nansum, aten.count_nonzero, aten.any, aten._is_any_true, aten.all, aten._is_all_true,
-          aten.prod, aten.linalg_matrix_norm, aten.amax, aten.amin, aten.max.default, aten.min.default, aten.max.dim,
-          aten.min.dim, aten.logsumexp, aten.mean, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.linalg_vector_norm, aten.norm,
-          aten.native_norm, aten.frobenius_norm, aten.argmax, aten.argmin, aten.aminmax, aten.median, aten.nanmedian,
-          aten.nanmean, aten._aminmax)  # fmt: skip
+          aten.prod, aten.amax, aten.amin, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim,
+          aten.logsumexp, aten.mean, aten.nanmean, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.norm,
+          aten.linalg_vector_norm, aten.linalg_matrix_norm, aten.native_norm, aten.frobenius_norm, aten.argmax,
+          aten.argmin, aten.aminmax, aten._aminmax, aten.median, aten.nanmedian)  # fmt: skip
 def reduction(x: Operand, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DimMap:
     """Some dims reduced, all of them if none are named."""
     reduced = listed(dim, x.ndim)

@@ -23,7 +23,6 @@ an error runs on the unpadded values in eager mode. Rules call each other throug
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,8 +30,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.dispatch.ops.dim_table import dim_map
-from subtensors.dispatch.ops.dims import DimMap
+from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
@@ -42,7 +40,6 @@ from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, unpadded_value
 from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
-from subtensors.dispatch.torch_internals.ops import schema_of
 
 table = RuleTable("PaddedTensor")
 """The rules: functions from a `PaddedCall` to results, with `PaddedValue` in place of tensors."""
@@ -75,7 +72,7 @@ def is_observed() -> bool:
     return bool(_observers)
 
 
-class PaddedCall:
+class PaddedCall(BoundCall[PaddedValue]):
     """One call of an overload, its arguments by name.
 
     Args:
@@ -84,35 +81,9 @@ class PaddedCall:
     """
 
     def __init__(self, op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> None:
-        self.op = op
+        super().__init__(op, args, kwargs, PaddedValue)
         self.unchanged: PyTree = None
         """The result of the op on the operands' own storages; None until it has run on them."""
-        names, defaults, self._positional = _parameters(op)
-        self.arguments: Kwargs = dict(zip(names, args, strict=False))
-        for name in names[len(args) :]:
-            if name in kwargs:
-                self.arguments[name] = kwargs[name]
-            elif name in defaults:
-                self.arguments[name] = defaults[name]
-            else:
-                raise TypeError(f"{op} needs {name}")
-        self.values: list[PaddedValue] = tree_find(PaddedValue, self.arguments)
-        """The tensors among the arguments."""
-
-    def __getitem__(self, name: str) -> PyTree:
-        return self.arguments[name]
-
-    def get(self, name: str, default: PyTree = None) -> PyTree:
-        """Return an argument, or a default where the overload has no argument of this name."""
-        return self.arguments.get(name, default)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arguments
-
-    def replace(self, name: str, value: PyTree) -> None:
-        """Set an argument to another value."""
-        self.arguments[name] = value
-        self.values = tree_find(PaddedValue, self.arguments)
 
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the op on the storages.
@@ -131,21 +102,9 @@ class PaddedCall:
             self.unchanged = out
         return out
 
-    def dims(self) -> DimMap:
-        """The dimension map of the call."""
-        return dim_map(self.op, self.arguments, self.values)
-
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
         return merge_sizes([x.sizes for x in self.values if x.sizes is not None])
-
-
-@functools.cache
-def _parameters(op: OpOverload) -> tuple[list[str], Kwargs, int]:
-    """The names of an op's arguments, the defaults of those that have one, and how many of them have a position."""
-    arguments = schema_of(op).arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return [a.name for a in arguments], defaults, sum(not a.kwarg_only for a in arguments)
 
 
 def _dense_of(x: PaddedValue) -> Tensor:

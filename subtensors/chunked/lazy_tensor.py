@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
-from subtensors.dispatch.chunked.record import BoundCall, record
+from subtensors.dispatch.chunked.record import ChunkedCall, record
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
@@ -193,7 +193,7 @@ class LazyLinear(AliasRef):
 
 def _written_base(op: OpOverload, args: Args, kwargs: Kwargs, index: int, base: LazyValue, new: LazyValue) -> LazyValue:
     """Return the base with `new` written into its view under `op`, and unchanged elsewhere."""
-    call = BoundCall(op, (base, *args), kwargs)
+    call = ChunkedCall(op, (base, *args), kwargs)
     packet = op.overloadpacket
     written: PyTree = None
     if packet in (aten.alias, aten.view, aten._unsafe_view, aten.squeeze, aten.unsqueeze, aten.reshape):

@@ -35,7 +35,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     replicated,
 )
-from subtensors.dispatch.chunked.record import BoundCall
+from subtensors.dispatch.chunked.record import ChunkedCall
 from subtensors.dispatch.chunked.rules import record
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
@@ -169,9 +169,9 @@ def _record_write(op: OpOverload, args: Args, kwargs: Kwargs) -> LazyTensor:
         new = record(aten.expand.default, source, list(old.shape))
     else:
         # By name: the functional form may order its arguments differently, or lack a default.
-        call = BoundCall(op, _values(args), _values(kwargs))
-        given = {a.name: call[a.name] for a in call.arguments}
-        new = record(functional, **{a.name: given[a.name] for a in schema_of(functional).arguments if a.name in given})
+        call = ChunkedCall(op, _values(args), _values(kwargs))
+        accepted = {a.name for a in schema_of(functional).arguments}
+        new = record(functional, **{name: x for name, x in call.arguments.items() if name in accepted})
     if not isinstance(new, LazyValue) or new.shape != old.shape:
         raise NeedsMaterialize(op, "it has several results, or changes sizes")
     if new.dtype != old.dtype:

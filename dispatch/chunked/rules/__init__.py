@@ -3,6 +3,7 @@
 from subtensors.dispatch.chunked.record import RULES, record
 from subtensors.dispatch.chunked.rules import (
     along_dim,
+    carried_dims,
     contractions,
     copies,
     indexing,
@@ -16,6 +17,7 @@ from subtensors.dispatch.chunked.rules import (
 __all__ = [
     "RULES",
     "along_dim",
+    "carried_dims",
     "contractions",
     "copies",
     "indexing",

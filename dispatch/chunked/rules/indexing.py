@@ -16,9 +16,8 @@ from subtensors.dispatch.chunked.lazy_graph import (
 )
 from subtensors.dispatch.chunked.record import (
     RULES,
-    BoundCall,
+    ChunkedCall,
     broadcast,
-    infer,
     largest,
     normalized_dim,
     record,
@@ -30,62 +29,16 @@ from subtensors.dispatch.ops.tree import PyTree
 aten = torch.ops.aten
 
 
-@RULES.register(aten.gather)
-def gather(call: BoundCall) -> PyTree:
-    """Gather along another dim: index and values have the same rows."""
-    leader = largest(call.chunked)
-    layout = leader.layout
-    assert layout is not None
-    dim = normalized_dim(call["dim"], leader.ndim)
-    if layout.dim == dim or any(v.shape[layout.dim] != layout.dim_size for v in (call["self"], call["index"])):
-        raise call.unchunkable("it gathers from the rows, or not from all")
-    return call.emit([layout], layout.axis, lambda v: sliced(v, layout))
-
-
-@RULES.register(
-    aten.scatter.value,
-    aten.scatter.src,
-    aten.scatter.value_reduce,
-    aten.scatter.reduce,
-    aten.scatter_add,
-    aten.scatter_reduce,
-)
-def scatter(call: BoundCall) -> PyTree:
-    """Scatter along another dim: destination, index and source have the same rows."""
-    leader = largest(call.chunked)
-    layout = leader.layout
-    assert layout is not None
-    dim = normalized_dim(call["dim"], leader.ndim)
-    if layout.dim == dim or any(v.shape[layout.dim] != layout.dim_size for v in call.values):
-        raise call.unchunkable("it writes to other rows, or not to all")
-    return call.emit([layout], layout.axis, lambda v: sliced(v, layout))
-
-
-@RULES.register(aten.embedding)
-def embedding(call: BoundCall) -> PyTree:
-    """Look the indices of each chunk up in the replicated table."""
-    indices: LazyValue = call["indices"]
-    layout = indices.layout
-    if layout is None:
-        raise call.unchunkable("the table is chunked")
-    return call.emit([layout], layout.axis, lambda v: v if v is indices else replicated(v))
-
-
-@RULES.register(aten.index_select)
-def index_select(call: BoundCall) -> PyTree:
-    """Select positions of another dim in each chunk, or rows."""
-    value, index = call["self"], call["index"]
-    layout: RowLayout | None = value.layout
-    if layout is None or index.layout is not None:
+@RULES.register(aten.index_select, across=True)
+def index_select(call: ChunkedCall, x: LazyValue, dim: int, index: LazyValue) -> PyTree:
+    """Select rows."""
+    if index.layout is not None:
         raise call.unchunkable("the index is chunked")
-    dim = normalized_dim(call["dim"], value.ndim)
-    if dim != layout.dim:
-        return call.emit([layout], layout.axis, lambda v: v)
-    return record(aten.index.Tensor, value, [*[None] * dim, index])
+    return record(aten.index.Tensor, x, [*[None] * normalized_dim(dim, x.ndim), index])
 
 
 @RULES.register(aten.index.Tensor)
-def index(call: BoundCall) -> PyTree:
+def index(call: ChunkedCall) -> PyTree:
     """Index other dims in each chunk, as in `x[:, i, j]`, or rows too, as in `x[i, j]`.
 
     For rows, a chunk reads those that it has and 0 for the others, and the results are summed over chunks.
@@ -111,7 +64,7 @@ def index(call: BoundCall) -> PyTree:
     return _rows_from_chunks(call, places, given[0], adjacent)
 
 
-def _rows_from_chunks(call: BoundCall, places: list[LazyValue | None], first: int, adjacent: bool) -> PyTree:
+def _rows_from_chunks(call: ChunkedCall, places: list[LazyValue | None], first: int, adjacent: bool) -> PyTree:
     """Record `x[i, j]` with rows among the indexed dims: each chunk reads the rows that it has.
 
     Args:
@@ -171,7 +124,7 @@ def _without_masks(places: list[LazyValue | None], dim: int) -> list[LazyValue |
 
 
 @RULES.register(aten.index_put)
-def index_put(call: BoundCall) -> PyTree:
+def index_put(call: ChunkedCall) -> PyTree:
     """Replace elements by index: each chunk writes to its own rows."""
     value, new = call["self"], call["values"]
     layout, places = value.layout, list(call["indices"])
@@ -196,7 +149,7 @@ def index_put(call: BoundCall) -> PyTree:
     )
 
 
-def _write_rows(call: BoundCall, layout: RowLayout, places: list[LazyValue | None]) -> PyTree:
+def _write_rows(call: ChunkedCall, layout: RowLayout, places: list[LazyValue | None]) -> PyTree:
     """Record `x[i, j] = y` with rows among the indexed dims: writes to other chunks go to an extra row."""
     value, new, accumulate = call["self"], call["values"], call["accumulate"]
     if layout.runs != 1 or new.meta.numel() >= value.meta.numel():
@@ -218,7 +171,7 @@ def _write_rows(call: BoundCall, layout: RowLayout, places: list[LazyValue | Non
     return emit(write, (value, full_indices, start, replicated(new)), {}, value.meta, [layout], layout.axis)
 
 
-def _table_rows(call: BoundCall, places: list[LazyValue | None], given: list[int]) -> PyTree:
+def _table_rows(call: ChunkedCall, places: list[LazyValue | None], given: list[int]) -> PyTree:
     """Look chunked indices up in a replicated table: each chunk its own."""
     chunked = largest(call.chunked)
     layout = chunked.layout
@@ -227,7 +180,7 @@ def _table_rows(call: BoundCall, places: list[LazyValue | None], given: list[int
     adjacent = given == list(range(given[0], given[-1] + 1))
     if any(places[d].ndim != count or places[d].shape != chunked.shape for d in given) or not adjacent:  # type: ignore[union-attr]
         raise call.unchunkable("its indices have different sizes")
-    metas = infer(call.op, tuple(call.positional), call.kwargs)
+    metas = call.infer()
     table = call["self"]
     return call.emit(
         [layout.with_dim(layout.dim + given[0])],

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known_tensor, replicated
-from subtensors.dispatch.chunked.record import RULES, BoundCall, broadcast, largest, record, sliced
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, broadcast, largest, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, sum_over_rows
 from subtensors.dispatch.ops.tree import PyTree
@@ -28,10 +28,10 @@ NONE, MEAN = 0, 1
     aten.binary_cross_entropy_with_logits,
     aten.soft_margin_loss,
 )
-def elementwise(call: BoundCall) -> PyTree:
+def elementwise(call: ChunkedCall) -> PyTree:
     """Record the loss of each element of broadcast operands, and its reduction."""
     reduction = call["reduction"]
-    call["reduction"] = NONE
+    call.replace("reduction", NONE)
     meta = call.infer()
     leader = largest(call.chunked)
     assert leader.layout is not None
@@ -44,10 +44,11 @@ def elementwise(call: BoundCall) -> PyTree:
 
 
 @RULES.register(aten.nll_loss_forward, aten.nll_loss2d_forward)
-def nll_loss(call: BoundCall) -> PyTree:
+def nll_loss(call: ChunkedCall) -> PyTree:
     """Record -weight[target] * x[target], with the mean over the weights of the valid targets of all chunks."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
-    reduction, call["reduction"] = call["reduction"], NONE
+    reduction = call["reduction"]
+    call.replace("reduction", NONE)
     metas = call.infer()
     layout: RowLayout | None = log_probs.layout
     if layout is not None and layout.dim == 1 and log_probs.ndim == 2 and target.layout is None:
@@ -77,7 +78,7 @@ def reduce_losses(
     return cast(out, dtype), cast(weights, dtype)
 
 
-def _nll_of_chunked_classes(call: BoundCall, reduction: int) -> PyTree:
+def _nll_of_chunked_classes(call: ChunkedCall, reduction: int) -> PyTree:
     """Record the loss where the classes are chunked: each sample's target is in one chunk."""
     log_probs, target, weight = call["self"], call["target"], call["weight"]
     dtype, ignored = log_probs.dtype, call["ignore_index"]

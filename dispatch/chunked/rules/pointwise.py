@@ -6,7 +6,7 @@ import torch
 
 from subtensors.dispatch.chunked.record import (
     RULES,
-    BoundCall,
+    ChunkedCall,
     broadcast,
     chunk_dim_size,
     largest,
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @RULES.register(OpClass.POINTWISE)
-def pointwise(call: BoundCall) -> PyTree:
+def pointwise(call: ChunkedCall) -> PyTree:
     """Run the op in each chunk: out[i] is a function of the broadcast operands at i."""
     metas = call.infer()
     ndim = max(m.ndim for m in tree_tensors(metas))
@@ -38,13 +38,13 @@ def pointwise(call: BoundCall) -> PyTree:
 @RULES.register(
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.scalar_tensor, aten.new_empty_strided
 )
-def like(call: BoundCall) -> PyTree:
+def like(call: ChunkedCall) -> PyTree:
     """Chunk a factory like the operand that it takes its sizes from."""
     return pointwise(call)
 
 
 @RULES.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
-def new(call: BoundCall) -> PyTree:
+def new(call: ChunkedCall) -> PyTree:
     """Chunk a factory with sizes of its own if they are those of its operand.
 
     Its values depend on no chunk; chunked, it takes the memory of a chunk.
@@ -58,7 +58,8 @@ def new(call: BoundCall) -> PyTree:
     if len(sizes) != source.ndim or sizes[dim] != layout.dim_size:
         # Its operand determines dtype and device, and no values.
         nothing = torch.empty(0, dtype=source.dtype, device=source.device)
-        return record(call.op, nothing, *call.positional[1:], **call.kwargs)
+        args, kwargs = call.with_values(lambda v: nothing)
+        return record(call.op, *args, **kwargs)
     layout = layout.with_dim(dim)
-    call["size"] = [chunk_dim_size(layout) if d == dim else size for d, size in enumerate(sizes)]
+    call.replace("size", [chunk_dim_size(layout) if d == dim else size for d, size in enumerate(sizes)])
     return call.emit([layout], layout.axis, lambda v: v, metas=metas)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, Span, constant, emit
-from subtensors.dispatch.chunked.record import RULES, BoundCall, largest, record, sliced
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, largest, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -32,7 +32,7 @@ _OF_SIZES = frozenset(
 
 
 @RULES.register(OpClass.RANDOM)
-def random(call: BoundCall) -> PyTree:
+def random(call: ChunkedCall) -> PyTree:
     """Draw numbers of the sizes of the first operand."""
     value: LazyValue = largest(call.chunked) if call.chunked else call.values[0]
     layout, meta = value.layout, call.infer()
@@ -48,7 +48,7 @@ def random(call: BoundCall) -> PyTree:
 
 
 @RULES.register(aten.native_dropout)
-def dropout(call: BoundCall) -> PyTree:
+def dropout(call: ChunkedCall) -> PyTree:
     """Draw a small mask for all rows, and multiply each chunk by its part; draw a large one by chunks."""
     value: LazyValue = call["input"]
     layout, metas = value.layout, call.infer()
@@ -64,7 +64,7 @@ MAX_BLOCK_ROWS = 64
 
 
 def _draw_by_seed(
-    call: BoundCall,
+    call: ChunkedCall,
     layout: RowLayout,
     to_operand: Callable[[LazyValue], PyTree],
     metas: PyTree,

@@ -12,37 +12,27 @@ from torch._ops import OpOverloadPacket
 from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit
-from subtensors.dispatch.chunked.record import RULES, BoundCall, infer, normalized_dim, record
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, infer, normalized_dim, record
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import PyTree, tree_tensors
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
-@RULES.register(OpClass.REDUCTION, aten.argmax, aten.argmin, aten.max.dim, aten.min.dim)
-def reduction(call: BoundCall) -> PyTree:
-    """Reduce dims that aren't chunked in each chunk, and the rows by the entry of `OVER_ROWS`."""
-    if len(call.values) > 1:
-        raise call.unchunkable("it reduces several operands")
+@RULES.register(OpClass.REDUCTION, across=True)
+def reduction(call: ChunkedCall) -> PyTree:
+    """Reduce the rows by the entry of `OVER_ROWS`."""
     (value,) = call.values
-    layout = value.layout
-    assert layout is not None
-    dims = reduced_dims(call, value)
-    if layout.dim in dims:
-        merge = OVER_ROWS.get(call.op.overloadpacket)
-        if merge is None:
-            raise call.unchunkable("it reduces over the rows")
-        return merge(call, value, dims)
-    metas = call.infer()
-    keeps_dims = all(m.ndim == value.ndim for m in tree_tensors(metas))
-    out = layout if keeps_dims else layout.with_dim(layout.dim - sum(d < layout.dim for d in dims))
-    return call.emit([out] * len(tree_tensors(metas)), layout.axis, lambda v: v, metas=metas)
+    merge = OVER_ROWS.get(call.op.overloadpacket)
+    if merge is None:
+        raise call.unchunkable("it reduces over the rows")
+    return merge(call, value, reduced_dims(call, value))
 
 
-def reduced_dims(call: BoundCall, value: LazyValue) -> list[int]:
+def reduced_dims(call: ChunkedCall, value: LazyValue) -> list[int]:
     """Return the dims that a call reduces, counted from the front."""
-    dims = call["dim"]
+    dims = call.get("dim")
     if dims is None or dims == []:
         return list(range(value.ndim))
     return sorted({normalized_dim(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
@@ -52,7 +42,7 @@ def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch
     """Record the sum over dims that hold the rows, accumulated in float32 or wider."""
     layout = value.layout
     assert layout is not None
-    call = BoundCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
+    call = ChunkedCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
     summed = call.emit([Combine.SUM], layout.axis, lambda v: v)
     return cast(summed, dtype)
 
@@ -63,18 +53,18 @@ def cast(value: LazyValue, dtype: torch.dtype) -> LazyValue:
     return out
 
 
-def _sum(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
-    return sum_over_rows(value, dims, bool(call["keepdim"]), call.infer().dtype)
+def _sum(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
+    return sum_over_rows(value, dims, call.get("keepdim", False), call.infer().dtype)
 
 
-def _mean(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
+def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
-    summed = sum_over_rows(value, dims, bool(call["keepdim"]), arithmetic_dtype(dtype))
+    summed = sum_over_rows(value, dims, call.get("keepdim", False), arithmetic_dtype(dtype))
     count = math.prod(value.shape[d] for d in dims)
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _summed_parts(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
+def _summed_parts(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     assert value.layout is not None
     part: LazyValue = call.emit([Combine.SUM], value.layout.axis, lambda v: v)
     return part
@@ -83,7 +73,7 @@ def _summed_parts(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyVal
 Merge = Callable[[Tensor], Tensor]
 
 
-def _stacked(call: BoundCall, value: LazyValue, merge: Merge) -> LazyValue:
+def _stacked(call: ChunkedCall, value: LazyValue, merge: Merge) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
     assert value.layout is not None
     meta = call.infer()
@@ -108,11 +98,11 @@ def _logsumexp(stack: Tensor) -> Tensor:
     return stack.logsumexp(0)
 
 
-def _merge_stack(merge: Merge) -> Callable[[BoundCall, LazyValue, list[int]], LazyValue]:
+def _merge_stack(merge: Merge) -> Callable[[ChunkedCall, LazyValue, list[int]], LazyValue]:
     return lambda call, value, dims: _stacked(call, value, merge)
 
 
-def _norm(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
+def _norm(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     order = call["ord"] if "ord" in call else call["p"]
     order = 2.0 if order is None else float(order)
 
@@ -122,13 +112,15 @@ def _norm(call: BoundCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
     wide = arithmetic_dtype(dtype)
     if wide != dtype:
-        wider = BoundCall(aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide})
+        wider = ChunkedCall(
+            aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide}
+        )
         return cast(_stacked(wider, value, merge), dtype)
     return _stacked(call, value, merge)
 
 
-def _keepdim(call: BoundCall) -> bool:
-    return bool(call["keepdim"]) if "keepdim" in call else False
+def _keepdim(call: ChunkedCall) -> bool:
+    return bool(call.get("keepdim", False))
 
 
 class _ExtremeContext(FunctionCtx):
@@ -155,7 +147,7 @@ class _Extreme(torch.autograd.Function):
         return grads[0] * (ties / ties.sum(0)).to(grads[0].dtype), None, None
 
 
-def _extreme(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
+def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
     assert value.layout is not None
     keepdim = _keepdim(call)
     meta = call.infer()
@@ -178,14 +170,14 @@ def _extreme(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) 
     return merged
 
 
-def _extreme_and_position(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+def _extreme_and_position(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
     """Record the extreme of the rows and its position, those of the first chunk that has it."""
     layout = value.layout
     assert layout is not None
     only_positions = call.op.overloadpacket in (aten.argmax, aten.argmin)
     if call["dim"] is None:
         raise call.unchunkable("it counts positions over all dims")
-    (dim,), keepdim = dims, bool(call["keepdim"])
+    (dim,), keepdim = dims, call.get("keepdim", False)
     metas = infer(aten.max.dim, (value, dim, keepdim), {})
     if layout.runs != 1:
         raise call.unchunkable("its rows lie in several runs")
@@ -205,9 +197,9 @@ def _extreme_and_position(call: BoundCall, value: LazyValue, dims: list[int], la
     return positions if only_positions else (best, positions)
 
 
-def _variance(call: BoundCall, value: LazyValue, dims: list[int]) -> PyTree:
+def _variance(call: ChunkedCall, value: LazyValue, dims: list[int]) -> PyTree:
     """Record the variance in two passes: the mean, then the mean square of the differences from it."""
-    keepdim, packet = bool(call["keepdim"]), call.op.overloadpacket
+    keepdim, packet = call.get("keepdim", False), call.op.overloadpacket
     correction = call["correction"] if "correction" in call else (1 if call["unbiased"] in (None, True) else 0)
     count = math.prod(value.shape[d] for d in dims)
     accurate, real = cast(value, arithmetic_dtype(value.dtype)), value.dtype.to_real()
@@ -229,7 +221,7 @@ def _squared_magnitudes(value: LazyValue) -> LazyValue:
     return record(aten.sum.dim_IntList, squares, [-1])  # type: ignore[no-any-return]
 
 
-OVER_ROWS: dict[OpOverloadPacket, Callable[[BoundCall, LazyValue, list[int]], PyTree]] = {
+OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], PyTree]] = {
     aten.sum: _sum,
     aten.nansum: lambda call, value, dims: _sum(
         call, record(aten.nan_to_num.default, value, 0.0, math.inf, -math.inf), dims
@@ -255,5 +247,5 @@ OVER_ROWS: dict[OpOverloadPacket, Callable[[BoundCall, LazyValue, list[int]], Py
 }
 
 
-def _max(call: BoundCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+def _max(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
     return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)

@@ -12,7 +12,7 @@ from class_evidence.probes import SaysNothing, all_close
 from subtensors.dispatch.ops.dim_table import dim_map
 from subtensors.dispatch.ops.dims import DimMap, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
-from subtensors.dispatch.ops.reduction_dims import monoid_of
+from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, SUM, monoid_of
 
 
 def map_of(call: Call) -> tuple[DimMap, list[torch.Tensor]]:
@@ -45,8 +45,11 @@ def acts_as_its_map_says(call: Call) -> str | None:
         wanted = [t.index_select(found.of_result(i).index(label), positions) for i, t in enumerate(outputs)]
         if not all_close(chosen, wanted):
             return f"a choice of positions along {label} gives other values"
-    why = moves_nothing_new(found, tensors, outputs) or reduces_by_its_monoid(call, found, tensors)
-    if why is None and not tested and not found.moves:
+    why = moves_nothing_new(found, tensors, outputs)
+    reduced = reduced_labels(call, found, tensors, outputs)
+    for label in reduced:
+        why = why or combines_parts(call, label, found, tensors)
+    if why is None and not tested and not reduced and not found.moves:
         raise SaysNothing("no dim of more than one position is parallel")
     return why
 
@@ -89,41 +92,33 @@ def moves_nothing_new(found: DimMap, tensors: list[torch.Tensor], outputs: list[
     return "a result has an element that no operand has" if new else None
 
 
-def reduces_by_its_monoid(call: Call, found: DimMap, tensors: list[torch.Tensor]) -> str | None:
-    """Whether neutral elements change nothing, and parts combine to the whole."""
-    monoid = monoid_of(call.op)
-    is_product = op_class(call.op) is OpClass.CONTRACTION
-    if op_class(call.op) is not OpClass.REDUCTION or monoid is None:
-        monoid = None
-    if (monoid is None and not is_product) or not tensors:
-        return None
-    reduced = [label for label in found.combined if all(label not in labels for labels in found.results)]
-    for label in reduced:
-        size = max(sizes_along(label, tensors, found), default=0)
-        if size < 2 or not all(holds_values(t) or t.dtype in (torch.bool, torch.int64) for t in tensors):
-            continue
-        begin, end = torch.arange(size // 2), torch.arange(size // 2, size)
-        part, rest = (choose(call, label, half, tensors, found) for half in (begin, end))
-        neutral = monoid.neutral(tensors[0].dtype) if monoid is not None else 0
-        labels_by_id = {id(t): labels for t, labels in zip(tensors, found.operands, strict=True)}
+def reduced_labels(call: Call, found: DimMap, tensors: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[Any]:
+    """The labels along which the op reduces by a monoid, or sums products."""
+    by_monoid = op_class(call.op) is OpClass.REDUCTION and monoid_of(call.op) is not None
+    if not (by_monoid or op_class(call.op) is OpClass.CONTRACTION) or len(outputs) != 1:
+        return []
+    kept = {label for i in range(len(outputs)) for label in found.of_result(i)}
+    return [label for label in found.combined - kept if max(sizes_along(label, tensors, found), default=0) > 1]
 
-        def filled(
-            t: torch.Tensor, label: Any = label, end: Any = end, neutral: Any = neutral, own: Any = labels_by_id
-        ) -> torch.Tensor:
-            for d, each in enumerate(own[id(t)]):
-                if each == label:
-                    t = t.clone().index_fill(d, end, neutral)
-            return t
 
-        wide = call.with_argument("keepdim", False) if monoid is not None else call
-        of_part, of_rest, of_filled = (results_of(c)[0] for c in (part, rest, call.with_tensors(filled)))
-        if not all_close([of_part], [of_filled]) and not (
-            of_part.dtype.is_floating_point is False and neutral in (float("inf"), -float("inf"))
-        ):
-            return f"neutral elements along {label} change the result"
-        if monoid is not None:
-            combined = monoid.combine(torch.stack([of_part, of_rest]))
-            if not all_close([combined], [results_of(call)[0].to(combined.dtype)]):
-                return f"parts along {label} do not combine to the whole"
-        del wide
+def combines_parts(call: Call, label: Any, found: DimMap, tensors: list[torch.Tensor]) -> str | None:
+    """How it fails that neutral elements change nothing along a label, and that the parts combine to the whole."""
+    monoid = monoid_of(call.op) or SUM
+    size = max(sizes_along(label, tensors, found))
+    begin, end = torch.arange(size // 2), torch.arange(size // 2, size)
+    part, rest = (results_of(choose(call, label, half, tensors, found))[0] for half in (begin, end))
+    labels_by_id = {id(t): labels for t, labels in zip(tensors, found.operands, strict=True)}
+
+    def filled(t: torch.Tensor) -> torch.Tensor:
+        # No integer is neutral for logsumexp.
+        t = t.double() if monoid is LOGSUMEXP and not holds_values(t) else t
+        for d, own in enumerate(labels_by_id[id(t)] if id(t) in labels_by_id else ()):
+            t = t.index_fill(d, end, monoid.neutral(t.dtype)) if own == label else t
+        return t
+
+    if not all_close([part], results_of(call.with_tensors(filled))):
+        return f"neutral elements along {label} change the result"
+    whole = results_of(call)[0]
+    if op_class(call.op) is OpClass.REDUCTION and not all_close([monoid.combine(torch.stack([part, rest]))], [whole]):
+        return f"parts along {label} do not combine to the whole"
     return None
