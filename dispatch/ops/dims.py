@@ -69,6 +69,7 @@ class DimMap(NamedTuple):
         moves: whether every element of the results is an element of an operand.
         sizes: the name of the argument that lists the sizes of the result, if there is one.
         partial: whether the op raises an error for some values of an operand.
+        added: of a product, the index of an operand that is added to it.
     """
 
     operands: tuple[Labels, ...]
@@ -77,6 +78,7 @@ class DimMap(NamedTuple):
     moves: bool = False
     sizes: str = ""
     partial: bool = False
+    added: int | None = None
 
     def of_result(self, index: int) -> Labels:
         """Return the labels of a result."""

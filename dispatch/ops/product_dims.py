@@ -26,7 +26,8 @@ def einsum(formula: str, added: Operand | None = None, before: bool = False) -> 
     if added is not None:
         broadcast = tuple(out[len(out) - added.ndim :])
         operands = (broadcast, *operands) if before else (*operands, broadcast)
-    return DimMap(operands, (tuple(out),), frozenset(inputs) - set(out) - {","})
+    at = None if added is None else 0 if before else len(operands) - 1
+    return DimMap(operands, (tuple(out),), frozenset(inputs) - set(out) - {","}, added=at)
 
 
 FORMULAS: dict[OpOverloadPacket, str] = {

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverloadPacket
 
+from subtensors.dispatch.ops.dim_table import has_map
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.carried_dims import carry
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
@@ -26,53 +29,20 @@ from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded,
 
 aten = torch.ops.aten
 
-# op: the operands' names, and the dims of each and of the result as letters.
-SPECS: dict[OpOverloadPacket, tuple[str, str, str]] = {
-    aten.mm: ("self mat2", "ij jk", "ik"),
-    aten.bmm: ("self mat2", "bij bjk", "bik"),
-    aten.mv: ("self vec", "ij j", "i"),
-    aten.dot: ("self tensor", "i i", ""),
-    aten.vdot: ("self other", "i i", ""),
-    aten.outer: ("self vec2", "i j", "ij"),
-    aten.ger: ("self vec2", "i j", "ij"),
-    aten.addmm: ("mat1 mat2", "ij jk", "ik"),
-    aten.baddbmm: ("batch1 batch2", "bij bjk", "bik"),
-    aten.addbmm: ("batch1 batch2", "bij bjk", "ik"),
-    aten.addmv: ("mat vec", "ij j", "i"),
-    aten.addr: ("vec1 vec2", "i j", "ij"),
-}
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-
-@table.register(*SPECS)
-def contraction(call: PaddedCall) -> PaddedValue:
-    """A product whose dims the table names; an added operand broadcasts against the result."""
-    names, letters, out = SPECS[call.op.overloadpacket]
-    first, second = names.split()
-    added = call["self"] if "self" not in (first, second) else None
-    return contract(call, (first, second), tuple(letters.split()), out, added)  # type: ignore[arg-type]
-
-
-@table.register(aten.linear)
-def linear(call: PaddedCall) -> PaddedValue:
-    """`input @ weight.T + bias`."""
-    rank = call["input"].dim()
-    leading = _LETTERS[: rank - 1]
-    weight = "zy" if call["weight"].dim() == 2 else "y"
-    out = leading + ("z" if len(weight) == 2 else "")
-    return contract(call, ("input", "weight"), (leading + "y", weight), out, call["bias"], "bias")
-
-
-@table.register(aten.matmul, aten.linalg_matmul)
-def matmul(call: PaddedCall) -> PaddedValue:
-    """A product of matrices or vectors, with leading dims that broadcast."""
-    a, b = call["self"], call["other"]
-    batch = max(a.dim(), b.dim()) - 2
-    leading = _LETTERS[: max(batch, 0)]
-    left = (leading[len(leading) - max(a.dim() - 2, 0) :] + "xy") if a.dim() > 1 else "y"
-    right = (leading[len(leading) - max(b.dim() - 2, 0) :] + "yz") if b.dim() > 1 else "y"
-    out = leading + "x" * (a.dim() > 1) + "z" * (b.dim() > 1)
-    return contract(call, ("self", "other"), (left, right), out, None)
+@table.register(OpClass.CONTRACTION)
+def contraction(call: PaddedCall) -> PyTree:
+    """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
+    if not has_map(call.op):
+        raise refuse(call, "its dims are not named")
+    found = call.dims()
+    (out,) = ("".join(map(str, labels)) for labels in found.results)
+    if not found.combined.isdisjoint(found.results[0]):
+        return carry(call)
+    named = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
+    names = tuple(name for i, name in enumerate(named) if i != found.added)
+    letters = tuple("".join(map(str, own)) for i, own in enumerate(found.operands) if i != found.added)
+    return contract(call, names, letters, out, None if found.added is None else call.values[found.added])
 
 
 @table.register(aten.bilinear)
@@ -104,13 +74,20 @@ def covariance(call: PaddedCall) -> PaddedValue:
 
 def contract(
     call: PaddedCall,
-    names: tuple[str, str],
-    letters: tuple[str, str],
+    names: Sequence[str],
+    letters: tuple[str, ...],
     out: str,
     added: PaddedValue | None,
-    added_name: str = "self",
 ) -> PaddedValue:
-    """Fill the operands with zeros where needed, run the op, and mask the result's gradient where needed."""
+    """Compute a sum of products.
+
+    Args:
+        call: the call.
+        names: of its factors.
+        letters: of the dims of each factor.
+        out: those of the result.
+        added: an operand that is added.
+    """
     operands = [call[name] for name in names]
     sizes = call.sizes()
     tracked = any(x.is_tracked for x in call.values)
@@ -136,8 +113,6 @@ def contract(
             changed[name] = filled
         if filling.is_complete:
             x.gradient_is_zero_if()
-    if added is not None and added_name in call and call[added_name] is not added:
-        changed[added_name] = added.dense
     product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
     if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
         return product.gradient_masked()
@@ -181,7 +156,7 @@ _NEITHER = (False, False)
 
 @functools.lru_cache(4096)
 def _plan_contraction(
-    letters: tuple[str, str],
+    letters: tuple[str, ...],
     out: str,
     operands: tuple[tuple[Factors, ...], ...],
     added: tuple[Factors, ...] | None,

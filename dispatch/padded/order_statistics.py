@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.ops.reduction_dims import max_value, min_value
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_value import (
@@ -27,7 +27,7 @@ from subtensors.dispatch.padded.padded_value import (
     unpadded_value,
 )
 from subtensors.dispatch.padded.positions import ranks
-from subtensors.dispatch.padded.reductions import max_value, min_value, require_elements
+from subtensors.dispatch.padded.reductions import require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 
@@ -48,16 +48,11 @@ def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool)
     return result(values, dims, x.sizes).gradient_masked(), result(rank[positions] - 1, dims, x.sizes)
 
 
-@table.register(aten.sort, aten.argsort, aten.msort)
-def sort(call: PaddedCall) -> PyTree:
+@table.register(aten.sort, aten.argsort, aten.msort, across=True)
+def sort(call: PaddedCall, x: PaddedValue, dim: int | None = None, descending: bool = False) -> PyTree:
     """Sort along a dim."""
-    x: PaddedValue = call["self"]
-    if x.dim() == 0:
-        return tree_map_only(Tensor, x.like, call.dense())
-    d = call.get("dim", 0 if call.op.overloadpacket is aten.msort else -1) % x.dim()
-    if not x.is_padded(d):
-        return tree_map_only(Tensor, x.like, call.dense())
-    values, positions = sort_valid_first(call, x, d, bool(call.get("descending", False)))
+    d = (0 if call.op.overloadpacket is aten.msort else -1 if dim is None else dim) % x.dim()
+    values, positions = sort_valid_first(call, x, d, descending)
     only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
     return only if only is not None else (values, positions)
 
@@ -74,43 +69,23 @@ def histc(call: PaddedCall) -> PaddedValue:
     return unpadded_value(call.dense({"self": x.filled(high + 1)}))
 
 
-@table.register(aten.topk)
-def topk(call: PaddedCall) -> PyTree:
+@table.register(aten.topk, across=True)
+def topk(call: PaddedCall, x: PaddedValue, k: int, dim: int, largest: bool) -> PyTree:
     """The k largest or smallest elements."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % max(x.dim(), 1)
-    k = static_dims([call["k"]])
-    dims = [*x.dims[:d], *k, *x.dims[d + 1 :]] if x.dim() else []
-    if x.dim() == 0 or not x.is_padded(d):
-        return tree_map_only(Tensor, lambda t: result(t, dims, x.sizes), call.dense())
-    _require_enough(x, d, call["k"])
-    ranked = sort_valid_first(call, x, d, call["largest"])
-    return tuple(result(r.dense.narrow(d, 0, call["k"]), dims, x.sizes) for r in ranked)
+    d = dim % x.dim()
+    _require_enough(x, d, k)
+    dims = [*x.dims[:d], *static_dims([k]), *x.dims[d + 1 :]]
+    return tuple(result(r.dense.narrow(d, 0, k), dims, x.sizes) for r in sort_valid_first(call, x, d, largest))
 
 
-@table.register(aten.kthvalue)
-def kthvalue(call: PaddedCall) -> PyTree:
+@table.register(aten.kthvalue, across=True)
+def kthvalue(call: PaddedCall, x: PaddedValue, k: int, dim: int, keepdim: bool) -> PyTree:
     """The element of rank k."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % max(x.dim(), 1)
-    if x.dim() == 0 or not x.is_padded(d):
-        return reduced_result(call.dense(), x, [d], call["keepdim"])
+    d = dim % x.dim()
     require_elements(call, x, [d])
-    _require_enough(x, d, call["k"])
-    found = [r.dense.narrow(d, call["k"] - 1, 1) for r in sort_valid_first(call, x, d, descending=False)]
-    return reduced_result(tuple(f if call["keepdim"] else f.squeeze(d) for f in found), x, [d], call["keepdim"])
-
-
-@table.register(OpClass.SORT_SELECT)
-def select_without_padding(call: PaddedCall) -> PyTree:
-    """Run any other selection along a dim without padding."""
-    x = call.values[0]
-    if len(call.values) > 1 or not isinstance(call.get("dim"), int) or not isinstance(call.get("keepdim"), bool):
-        raise refuse(call, "its selection would include padding")
-    d = call["dim"] % max(x.dim(), 1)
-    if x.is_padded(d):
-        raise refuse(call, "its selection would include padding")
-    return reduced_result(call.dense(), x, [d], call["keepdim"])
+    _require_enough(x, d, k)
+    found = [r.dense.narrow(d, k - 1, 1) for r in sort_valid_first(call, x, d, descending=False)]
+    return reduced_result(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
 
 
 @table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
@@ -161,13 +136,10 @@ def _require_enough(x: PaddedValue, d: int, k: int) -> None:
             raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")
 
 
-@table.register(aten.median.dim, aten.nanmedian.dim)
-def median(call: PaddedCall) -> PyTree:
+@table.register(aten.median.dim, aten.nanmedian.dim, across=True)
+def median(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
     """The median along a dim, the lower of two, and its position; NaN if there is any and it counts."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % max(x.dim(), 1)
-    if x.dim() == 0 or not x.is_padded(d):
-        return reduced_result(call.dense(), x, [d], call["keepdim"])
+    d = dim % x.dim()
     if x.dense.dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
     require_elements(call, x, [d])
@@ -175,10 +147,9 @@ def median(call: PaddedCall) -> PyTree:
     return _elements(call, x, d, sort_valid_first(call, x, d, descending=False), rank)
 
 
-@table.register(aten.median.default, aten.nanmedian.default)
-def median_of_all(call: PaddedCall) -> PaddedValue:
+@table.register(aten.median.default, aten.nanmedian.default, across=True)
+def median_of_all(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """The median of all elements; those that equal it share its gradient."""
-    x: PaddedValue = call["self"]
     dtype = x.dense.dtype
     if dtype == torch.bool:
         raise refuse(call, "torch has no median of bools")
@@ -193,16 +164,13 @@ def median_of_all(call: PaddedCall) -> PaddedValue:
     return unpadded_value(SharedGradient.apply(x.dense, value, chosen) if x.is_tracked else value)  # type: ignore[no-untyped-call]
 
 
-@table.register(aten.mode)
-def mode(call: PaddedCall) -> PyTree:
+@table.register(aten.mode, across=True)
+def mode(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
     """The smallest of the most frequent values, and its last position: in sorted order, the end of a longest run.
 
     With NaN, torch's result depends on the order of the elements; here each NaN is a value above all others.
     """
-    x: PaddedValue = call["self"]
-    d = call["dim"] % max(x.dim(), 1)
-    if x.dim() == 0 or not x.is_padded(d):
-        return reduced_result(call.dense(), x, [d], call["keepdim"])
+    d = dim % x.dim()
     require_elements(call, x, [d])
     ranked = sort_valid_first(call, x, d, descending=False)
     values = ranked[0].dense.detach()

@@ -8,96 +8,50 @@ var = sum((x - mean)^2) / (count - correction).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
+from subtensors.dispatch.ops.dims import listed
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, max_value, min_value, monoid_of
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim, known_sizes, reduced_result
+from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, reduced_result
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
-def min_value(dtype: torch.dtype) -> Number:
-    """Return the lower bound of the values of a dtype."""
-    if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def max_value(dtype: torch.dtype) -> Number:
-    """Return the upper bound of the values of a dtype."""
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def _zero(dtype: torch.dtype) -> Number:
-    return 0
-
-
-def _one(dtype: torch.dtype) -> Number:
-    return 1
-
-
-NEUTRAL: dict[OpOverload | OpOverloadPacket, Callable[[torch.dtype], Number]] = {
-    aten.sum: _zero,
-    aten.nansum: _zero,
-    aten.count_nonzero: _zero,
-    aten.any: _zero,
-    aten._is_any_true: _zero,
-    aten.all: _one,
-    aten._is_all_true: _one,
-    aten.prod: _one,
-    aten.amax: min_value,
-    aten.amin: max_value,
-    aten.max.default: min_value,
-    aten.min.default: max_value,
-    aten.max.dim: min_value,
-    aten.min.dim: max_value,
-    aten.logsumexp: min_value,
-}
-"""The neutral element of each reduction. Of equal elements max.dim and min.dim give the first, which is a valid one."""
-
-_EXTREMES = frozenset([aten.amax, aten.amin, aten.max, aten.min])
-
-
-@table.register(*NEUTRAL)
-def reduction(call: PaddedCall) -> PyTree:
-    """Fill with the neutral element, then reduce."""
-    x: PaddedValue = call["self"]
-    neutral = NEUTRAL.get(call.op) or NEUTRAL[call.op.overloadpacket]
+@table.register(OpClass.REDUCTION, across=True)
+def reduction(call: PaddedCall, x: PaddedValue) -> PyTree:
+    """Fill with the neutral element of the op's monoid, then reduce."""
+    monoid = monoid_of(call.op)
+    if monoid is None or len(call.values) > 1:
+        raise refuse(call, "its neutral element is unknown")
     reduced = reduced_dims(call, x)
-    if call.op.overloadpacket in _EXTREMES:
+    if not monoid.has_identity:
         require_elements(call, x, reduced)
-    if call.op.overloadpacket is aten.logsumexp and not (x.dense.is_floating_point() or x.dense.is_complex()):
+    if monoid is LOGSUMEXP and not (x.dense.is_floating_point() or x.dense.is_complex()):
         # No integer is neutral for logsumexp.
         x = x.like(x.dense.to(torch.get_default_dtype()))
     by_kernel = _by_kernel(call, x, reduced)
     if by_kernel is not None:
         return by_kernel
-    out = call.dense({"self": x.filled(neutral(x.dense.dtype), reduced)})
-    if "dim" in call and isinstance(call["dim"], int) and isinstance(out, tuple):
+    out = call.dense({"self": x.filled(monoid.neutral(x.dense.dtype), reduced)})
+    if isinstance(out, tuple):
         _require_prefix(call, x, reduced)
     return reduced_result(out, x, reduced, call.get("keepdim", False))
 
 
-@table.register(aten.mean)
-def mean(call: PaddedCall) -> PaddedValue:
+@table.register(aten.mean, across=True)
+def mean(call: PaddedCall, x: PaddedValue, dtype: torch.dtype | None, keepdim: bool = False) -> PaddedValue:
     """Divide the sum by the count."""
-    x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
-    keepdim = call.get("keepdim", False)
-    dtype = call["dtype"] or x.dense.dtype
-    if not _padded_among(x, reduced):
-        return reduced_result(call.dense(), x, reduced, keepdim)  # type: ignore[no-any-return]
+    dtype = dtype or x.dense.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(
             f"mean(): could not infer output dtype. Input dtype must be floating or complex. Got: {dtype}"
@@ -110,16 +64,15 @@ def mean(call: PaddedCall) -> PaddedValue:
     return reduced_result(_kept(out, reduced, keepdim), x, reduced, keepdim)  # type: ignore[no-any-return]
 
 
-@table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
-def variance(call: PaddedCall) -> PyTree:
+@table.register(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
+                across=True)  # fmt: skip
+def variance(call: PaddedCall, x: PaddedValue, correction: float | None, keepdim: bool) -> PyTree:
     """Divide the squared deviations from the mean by the count minus the correction."""
-    x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
-    keepdim = call["keepdim"]
-    if not _padded_among(x, reduced) or not (x.dense.is_floating_point() or x.dense.is_complex()):
+    if not (x.dense.is_floating_point() or x.dense.is_complex()):
         # For integers torch raises its own error.
         return reduced_result(call.dense(), x, reduced, keepdim)
-    correction = 1 if call["correction"] is None else call["correction"]
+    correction = 1 if correction is None else correction
     if call.op is aten.var.correction:
         by_kernel = _by_kernel(call, x, reduced, correction=correction)
         if by_kernel is not None:
@@ -149,10 +102,9 @@ def _root(squares: Tensor) -> Tensor:
     return torch.where(is_zero, 0, torch.where(is_zero, 1, squares).sqrt())
 
 
-@table.register(aten.linalg_vector_norm, aten.norm, aten.native_norm, aten.frobenius_norm)
-def norm(call: PaddedCall) -> PaddedValue:
+@table.register(aten.linalg_vector_norm, aten.norm, aten.native_norm, aten.frobenius_norm, across=True)
+def norm(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """sum(|x|^p)^(1/p): zero adds nothing; for p = -inf, or another negative p, infinity does."""
-    x: PaddedValue = call["self"]
     order = call.get("ord", call.get("p", 2))
     order = 2 if order is None else order
     reduced = reduced_dims(call, x)
@@ -166,29 +118,27 @@ def norm(call: PaddedCall) -> PaddedValue:
     )
 
 
-@table.register(aten.argmax, aten.argmin)
-def argmax(call: PaddedCall) -> PaddedValue:
+@table.register(aten.argmax, aten.argmin, across=True)
+def argmax(call: PaddedCall, x: PaddedValue, dim: int | None, keepdim: bool) -> PaddedValue:
     """The position of an extreme; in the flattened tensor, positions count valid elements only."""
-    x: PaddedValue = call["self"]
     extreme = min_value if call.op.overloadpacket is aten.argmax else max_value
     reduced = reduced_dims(call, x)
     require_elements(call, x, reduced, IndexError)
     _require_prefix(call, x, reduced)
     dense = x.filled(extreme(x.dense.dtype), reduced)
     out = call.dense({"self": dense})
-    if call["dim"] is None:
+    if dim is None:
         out = logical_position(call, x, out)
-    return reduced_result(out, x, reduced, call["keepdim"])  # type: ignore[no-any-return]
+    return reduced_result(out, x, reduced, keepdim)  # type: ignore[no-any-return]
 
 
-@table.register(aten.aminmax)
-def aminmax(call: PaddedCall) -> PyTree:
+@table.register(aten.aminmax, across=True)
+def aminmax(call: PaddedCall, x: PaddedValue, dim: int | None, keepdim: bool) -> PyTree:
     """The minimum and the maximum."""
-    x: PaddedValue = call["self"]
     reduced = reduced_dims(call, x)
     require_elements(call, x, reduced)
-    dtype, keepdim = x.dense.dtype, call["keepdim"]
-    over = [] if call["dim"] is None else reduced
+    dtype = x.dense.dtype
+    over = [] if dim is None else reduced
     low = torch.amin(x.filled(max_value(dtype), reduced), over, keepdim=keepdim)
     high = torch.amax(x.filled(min_value(dtype), reduced), over, keepdim=keepdim)
     return reduced_result((low, high), x, reduced, keepdim)
@@ -200,25 +150,9 @@ def trace(call: PaddedCall) -> PaddedValue:
     return apply(aten.sum.default, apply(aten.diagonal.default, call["self"]))
 
 
-@table.register(OpClass.REDUCTION)
-def without_padding(call: PaddedCall) -> PyTree:
-    """Run a reduction with an unknown neutral element over dims without padding."""
-    x = call.values[0]
-    if len(call.values) > 1 or ("dim" not in call and "dims" not in call):
-        raise refuse(call, "its neutral element is unknown")
-    reduced = reduced_dims(call, x)
-    if _padded_among(x, reduced):
-        raise refuse(call, "its neutral element is unknown")
-    return reduced_result(call.dense(), x, reduced, call.get("keepdim", False))
-
-
 def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 2, correction: float = 1) -> PyTree:
     """Reduce with one kernel; return None if no kernel supports it."""
-    if (
-        not _padded_among(x, reduced)
-        or call.get("dtype") not in (None, x.dense.dtype)
-        or call.op in (aten.prod.default,)
-    ):
+    if call.get("dtype") not in (None, x.dense.dtype) or call.op in (aten.prod.default,):
         return None
     out = kernels.reduced(call.op.overloadpacket, x, reduced, p, correction)
     if out is None:
@@ -231,10 +165,7 @@ def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 
 
 def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
     """Return the dims that a call reduces."""
-    dims = call.get("dim", call.get("dims"))
-    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
-        return list(range(x.dim()))
-    return [d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims)] if x.dim() else []
+    return listed(call.get("dim", call.get("dims")), x.dim())
 
 
 def require_elements(
@@ -270,10 +201,6 @@ def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tens
             raise refuse(call, "a ragged batch has no flattened positions")
         scale = scale * size
     return out
-
-
-def _padded_among(x: PaddedValue, dims: Sequence[int]) -> bool:
-    return any(x.is_padded(d) for d in dims)
 
 
 def _require_prefix(call: PaddedCall, x: PaddedValue, dims: Sequence[int]) -> None:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverloadPacket
 
+from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.reduction_dims import monoid_of
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, ScatteredDim, result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.padded.reductions import max_value, min_value
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 
 aten = torch.ops.aten
 
 
 @table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
-                aten.special_softmax, aten.special_log_softmax)  # fmt: skip
-def softmax(call: PaddedCall) -> PaddedValue:
+                aten.special_softmax, aten.special_log_softmax, across=True)  # fmt: skip
+def softmax(call: PaddedCall, x: PaddedValue, dim: int, dtype: torch.dtype | None = None) -> PaddedValue:
     """exp(x) / sum(exp(x)), with -inf in the padding, which adds nothing to the sum."""
-    x: PaddedValue = call["self"]
-    if x.dim() == 0:
-        return x.like(call.dense())
-    d = call["dim"] % x.dim()
-    if not x.is_padded(d) or not (x.dense.is_floating_point() or call.get("dtype")):
+    d = dim % x.dim()
+    if not (x.dense.is_floating_point() or dtype):
         # For integers torch raises its own error.
         return x.like(call.dense())
-    if "dtype" not in call or call["dtype"] in (None, x.dense.dtype):
+    if dtype in (None, x.dense.dtype):
         is_log = "log_softmax" in call.op.name()
         by_kernel = kernels.softmax(x, d, is_log)
         if by_kernel is not None:
             return by_kernel
     # An integer input is cast first: its minimum is not neutral in a floating-point dtype.
-    floating = x if x.dense.is_floating_point() else x.like(x.dense.to(call["dtype"]))
+    floating = x if x.dense.is_floating_point() else x.like(x.dense.to(dtype))
     return x.like(call.dense({"self": floating.filled(float("-inf"), [d])})).gradient_masked()
 
 
@@ -50,34 +45,22 @@ def softmax_backward(call: PaddedCall) -> PaddedValue:
     return result(out, dims, sizes).gradient_masked()
 
 
-SCANS: dict[OpOverloadPacket, Callable[[torch.dtype], Number]] = {
-    aten.cumsum: lambda dtype: 0,
-    aten.cumprod: lambda dtype: 1,
-    aten.logcumsumexp: min_value,
-    aten._logcumsumexp: min_value,
-    aten.cummax: min_value,
-    aten.cummin: max_value,
-}
-
-
-@table.register(*SCANS)
-def scan(call: PaddedCall) -> PyTree:
+@table.register(OpClass.SCAN, across=True)
+def scan(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
     """Run a scan: valid positions precede the padding, so only the gradient would pass through it."""
-    x: PaddedValue = call["self"]
-    d = call["dim"] % max(x.dim(), 1)
-    if x.dim() == 0 or not x.is_padded(d):
-        return tree_map_only(Tensor, x.like, call.dense())
-    if not is_prefix(x.dims[d]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
-        raise ScatteredDim(x, d)
-    out = call.dense({"self": x.filled(SCANS[call.op.overloadpacket](x.dense.dtype), [d])})
+    monoid = monoid_of(call.op)
+    if monoid is None:
+        raise refuse(call, "its neutral element is unknown")
+    if not is_prefix(x.dims[dim]) and call.op.overloadpacket in (aten.cummax, aten.cummin):
+        raise ScatteredDim(x, dim % x.dim())
+    out = call.dense({"self": x.filled(monoid.neutral(x.dense.dtype), [dim % x.dim()])})
     return tree_map_only(Tensor, lambda t: x.like(t).gradient_masked(), out)
 
 
 @table.register(aten.diff)
-def difference(call: PaddedCall) -> PaddedValue:
+def difference(call: PaddedCall, x: PaddedValue, dim: int) -> PaddedValue:
     """Subtract from each position the one before it, n times; compare bools instead."""
-    x: PaddedValue = call["self"]
-    d = call["dim"]
+    d = dim
     parts = [part for part in (call["prepend"], x, call["append"]) if part is not None]
     x = apply(aten.cat.default, parts, d) if len(parts) > 1 else x
     minus = aten.ne.Tensor if x.dense.dtype == torch.bool else aten.sub.Tensor

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.reduction_dims import min_value
 from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.pad_ops import pad_dim
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.padded.reductions import min_value
 from subtensors.dispatch.padded.resize import resize
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import convolved, deconvolved, floor_divided, multiplied

@@ -110,9 +110,10 @@ def combines_parts(call: Call, label: Any, found: DimMap, tensors: list[torch.Te
     labels_by_id = {id(t): labels for t, labels in zip(tensors, found.operands, strict=True)}
 
     def filled(t: torch.Tensor) -> torch.Tensor:
+        labels = labels_by_id[id(t)]
         # No integer is neutral for logsumexp.
         t = t.double() if monoid is LOGSUMEXP and not holds_values(t) else t
-        for d, own in enumerate(labels_by_id[id(t)] if id(t) in labels_by_id else ()):
+        for d, own in enumerate(labels):
             t = t.index_fill(d, end, monoid.neutral(t.dtype)) if own == label else t
         return t
 
