@@ -43,7 +43,7 @@ class BoundCall(Generic[ValueT]):
                 self.arguments[name] = defaults[name]
             else:
                 raise TypeError(f"{op} needs {name}")
-        self.values: list[ValueT] = tree_find(kind, self.arguments)
+        self.values: list[ValueT] = _find(kind, self.arguments)
         """The tensors among the arguments."""
 
     def __getitem__(self, name: str) -> PyTree:
@@ -59,7 +59,7 @@ class BoundCall(Generic[ValueT]):
     def replace(self, name: str, value: PyTree) -> None:
         """Set an argument to another value."""
         self.arguments[name] = value
-        self.values = tree_find(self._kind, self.arguments)
+        self.values = _find(self._kind, self.arguments)
 
     def split(self, arguments: Mapping[str, PyTree]) -> tuple[Args, Kwargs]:
         """Return arguments by name as those with a position, and the others."""
@@ -71,6 +71,17 @@ class BoundCall(Generic[ValueT]):
     def dims(self) -> DimMap:
         """Return the dimension map of the call."""
         return dim_map(self.op, self.arguments, self.values)
+
+
+def _find(kind: type[ValueT], arguments: Kwargs) -> list[ValueT]:
+    """Return the values of a kind among arguments, of which most are no containers."""
+    found: list[ValueT] = []
+    for x in arguments.values():
+        if isinstance(x, kind):
+            found.append(x)
+        elif isinstance(x, tuple | list | dict):
+            found += tree_find(kind, x)
+    return found
 
 
 @functools.cache

@@ -3,6 +3,8 @@ lacks are summed over."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch._ops import OpOverloadPacket
 
@@ -13,18 +15,19 @@ aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvw"
 
 
-def einsum(formula: str, added: Operand | None = None, before: bool = False) -> DimMap:
+@functools.cache
+def einsum(formula: str, added: int | None = None, before: bool = False) -> DimMap:
     """Return the map of a sum of products.
 
     Args:
         formula: a letter for each dim of the operands and of the result, as in "ij,jk->ik".
-        added: an operand that is added to the product, and broadcasts to it.
+        added: the number of dims of an operand that is added to the product, and broadcasts to it.
         before: whether that comes before the factors among the arguments.
     """
     inputs, out = formula.split("->")
     operands = tuple(tuple(letters) for letters in inputs.split(","))
     if added is not None:
-        broadcast = tuple(out[len(out) - added.ndim :])
+        broadcast = tuple(out[len(out) - added :])
         operands = (broadcast, *operands) if before else (*operands, broadcast)
     at = None if added is None else 0 if before else len(operands) - 1
     return DimMap(operands, (tuple(out),), frozenset(inputs) - set(out) - {","}, added=at)
@@ -62,7 +65,7 @@ def _fixed(packet: OpOverloadPacket, formula: str) -> None:
 def _fixed_with_added(packet: OpOverloadPacket, formula: str) -> None:
     @dim_rule(packet)
     def product(x: Operand) -> DimMap:
-        return einsum(formula, x, before=True)
+        return einsum(formula, x.ndim, before=True)
 
 
 for _packet, _formula in FORMULAS.items():
@@ -75,7 +78,7 @@ for _packet, _formula in WITH_ADDED.items():
 def linear(x: Operand, weight: Operand, bias: Operand | None) -> DimMap:
     """`input @ weight.T + bias`."""
     leading, features = _LETTERS[: x.ndim - 1], "z" if weight.ndim == 2 else ""
-    return einsum(f"{leading}y,{features}y->{leading}{features}", bias)
+    return einsum(f"{leading}y,{features}y->{leading}{features}", None if bias is None else bias.ndim)
 
 
 @dim_rule(aten.matmul, aten.linalg_matmul)

@@ -3,17 +3,20 @@
 Along a parallel dim an op computes each position for itself, so padded positions stay in the padding of the results,
 whatever they hold. Only gradients may mix: that of an operand which lacks a padded dim sums over all of its positions.
 Then padded positions get valid values, and a gradient of zero.
+
+A plan depends on the dims of the operands and on the arguments, not on true sizes, so it is made once for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
-from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, result
@@ -21,47 +24,100 @@ from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, static_dims
 
+MAX_PLANS = 4096
+"""The most calls whose plans are cached."""
+
+
+@dataclass
+class CarryPlan:
+    """The part of a call that depends only on the dims of its operands and on its other arguments.
+
+    Args:
+        across: whether the op combines positions of a padded dim: then a rule for that runs.
+        dims: of each label; one that changes its size is not padded.
+        found: the op's map.
+        is_read: whether the call reads at an index, whose padding must be in range.
+        sums: whether the gradient of an operand sums over padding.
+        results: the dims of each result, once they are known.
+    """
+
+    across: bool
+    dims: dict[Label, Factors]
+    found: DimMap
+    is_read: bool = False
+    sums: bool = False
+    results: list[tuple[Factors, ...]] | None = None
+
+
+_plans: dict[tuple[object, ...], CarryPlan] = {}
+
 
 @table.register(DimMap)
 def carry(call: PaddedCall) -> PyTree:
     """Carry the padding of each dim along, where the op combines no positions of it."""
-    found, values = call.dims(), call.values
-    dims, sizes = label_dims(values, found)
-    padded = {label for label, factors in dims.items() if is_padded(factors)}
-    if not padded.isdisjoint(found.combined) or tree_has(PaddedSize, call.arguments):
+    values = call.values
+    sizes = values[0].sizes if len(values) == 1 else call.sizes()
+    key = _key(call, sizes)
+    plan = _plans.get(key) if key is not None else None
+    if plan is None:
+        plan = _planned(call, sizes, is_across=key is None)
+        if key is not None:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    if plan.across:
         rule = table.lookup_across(call.op)
         if rule is None:
             raise refuse(call, "it combines valid positions with padding")
         return rule(call)
-    # An index must be in range, and an op that is not defined everywhere gets values that it is defined for.
-    is_read = len(values) > 1 and op_class(call.op) is OpClass.SCATTER_GATHER
-    sums = len(values) > 1 and any(x.is_tracked and _lacks(x, own, dims, padded) for x, own in _pairs(values, found))
-    safe: dict[int, Tensor] = {}
-    for x in values:
-        if x.padded_dims and is_read and not x.dense.is_floating_point():
-            safe[id(x)] = x.filled(0)
-        elif x.padded_dims and (found.partial or (sums and not found.moves)):
-            safe[id(x)] = x.edge_filled()
-    changed = tree_map_only(PaddedValue, lambda x: safe.get(id(x), x), call.arguments) if safe else None
-    outs = carried(call.dense(changed), found, dims, sizes, _fill_after(values) if found.moves else None)
-    return tree_map_only(PaddedValue, PaddedValue.gradient_masked, outs) if sums or is_read else outs
+    found = plan.found
+    fill = _fill_after(values) if found.moves else None
+    if plan.is_read or plan.sums or found.partial:
+        safe = {id(x): _safe(x, plan) for x in values if x.padded_dims}
+        out = call.dense(tree_map_only(PaddedValue, lambda x: safe.get(id(x), x), call.arguments))
+        outs = _as_values(out, plan, sizes, fill)
+        return tree_map_only(PaddedValue, PaddedValue.gradient_masked, outs) if plan.is_read or plan.sums else outs
+    return _as_values(call.dense(), plan, sizes, fill)
 
 
-def label_dims(values: Sequence[PaddedValue], found: DimMap) -> tuple[dict[Label, Factors], TrueSizes | None]:
-    """Return the dim of each label, and the true sizes behind them."""
-    if len(values) == 1:
-        return dict(zip(found.operands[0], values[0].dims, strict=True)), values[0].sizes
-    from subtensors.dispatch.padded.true_sizes import merge_sizes
+def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None:
+    """Return the arguments that a plan depends on; None where one is a padded size, which has a rule of its own."""
+    key: list[object] = [call.op] if sizes is None else [call.op, sizes.key, sizes.rows]
+    several = len(call.values) > 1
+    for x in call.arguments.values():
+        kind = type(x)
+        if kind is PaddedValue:
+            key += (x.dims, x.dense.dtype, several and x.is_tracked)
+        elif kind is list or kind is tuple:
+            kinds = {type(y) for y in x}
+            if PaddedSize in kinds:
+                return None
+            key.append(tuple([(y.dims, several and y.is_tracked) for y in x]) if PaddedValue in kinds else tuple(x))
+        elif kind is PaddedSize:
+            return None
+        else:
+            key.append(x)
+    return tuple(key)
 
-    sizes = merge_sizes([x.sizes for x in values if x.sizes is not None])
+
+def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> CarryPlan:
+    found, values = call.dims(), call.values
     candidates: dict[Label, list[Factors]] = {}
-    for x, labels in _pairs(values, found):
+    for x, labels in zip(values, found.operands, strict=True):
         for label, factors in zip(labels, x.dims, strict=True):
             candidates.setdefault(label, []).append(factors)
-    return {
+    dims = {
         label: broadcast_dim(each, sizes) if label not in found.combined else _joined(each)
         for label, each in candidates.items()
-    }, sizes
+    }
+    padded = {label for label, factors in dims.items() if is_padded(factors)}
+    if is_across or not padded.isdisjoint(found.combined):
+        return CarryPlan(True, dims, found)
+    several = len(values) > 1
+    sums = several and any(
+        x.is_tracked and _lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
+    )
+    return CarryPlan(False, dims, found, several and op_class(call.op) is OpClass.SCATTER_GATHER, sums)
 
 
 def _joined(candidates: Sequence[Factors]) -> Factors:
@@ -69,46 +125,42 @@ def _joined(candidates: Sequence[Factors]) -> Factors:
     return next((factors for factors in candidates if is_padded(factors)), candidates[0])
 
 
-def carried(
-    out: PyTree, found: DimMap, dims: Mapping[Label, Factors], sizes: TrueSizes | None, fill: Fill | None = None
-) -> PyTree:
-    """Return the results of an op as values with the dims that its map gives them.
-
-    Args:
-        out: the results of the op on storages.
-        found: its map.
-        dims: the dim of each label; one that changes its size is not padded.
-        sizes: the true sizes.
-        fill: the fill of the results.
-    """
-    index = iter(range(1 << 30))
-
-    def value(t: Tensor) -> PaddedValue:
-        return result(t, _dims_of(found.of_result(next(index)), t, dims), sizes, fill)
-
-    return tree_map_only(Tensor, value, out)
+def _safe(x: PaddedValue, plan: CarryPlan) -> Tensor:
+    """Return an operand's storage with values in the padding that the op and its gradient can take."""
+    if plan.is_read and not x.dense.is_floating_point():
+        return x.filled(0)
+    return x.edge_filled() if plan.found.partial or (plan.sums and not plan.found.moves) else x.dense
 
 
-def _dims_of(labels: Labels, t: Tensor, dims: Mapping[Label, Factors]) -> list[Factors]:
-    if labels and labels[-1] is ...:
-        labels = (*labels[:-1], *[None] * (t.dim() - len(labels) + 1))
-    own = [dims.get(label) for label in labels]
-    return [
-        static_dims([size])[0] if factors is None or not is_padded(factors) else factors
-        for factors, size in zip(own, t.shape, strict=True)
-    ]
+def _as_values(out: PyTree, plan: CarryPlan, sizes: TrueSizes | None, fill: Fill | None) -> PyTree:
+    """Return the results of an op as values with the dims that its map gives them."""
+    if plan.results is None:
+        tensors = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
+        dims = [_dims_of(plan.found.of_result(i), t, plan.dims) for i, t in enumerate(tensors)]
+        plan.results = [result(t, own, sizes).dims for t, own in zip(tensors, dims, strict=True)]
+    if isinstance(out, Tensor):
+        return PaddedValue(out, plan.results[0], sizes, fill)
+    remaining = iter(plan.results)
+    return type(out)([PaddedValue(t, next(remaining), sizes, fill) if isinstance(t, Tensor) else t for t in out])
 
 
-def _pairs(values: Sequence[PaddedValue], found: DimMap) -> Iterable[tuple[PaddedValue, Labels]]:
-    return zip(values, found.operands, strict=True)
+def _dims_of(labels: Labels, t: Tensor, dims: dict[Label, Factors]) -> list[Factors]:
+    own = list(static_dims(t.shape))
+    for d, label in enumerate(labels):
+        factors = dims.get(label)
+        if factors is not None and is_padded(factors):
+            own[d] = factors
+    return own
 
 
-def _lacks(x: PaddedValue, labels: Labels, dims: Mapping[Label, Factors], padded: set[Label]) -> bool:
+def _lacks(x: PaddedValue, labels: Labels, dims: dict[Label, Factors], padded: set[Label]) -> bool:
     """Return whether the gradient of an operand sums over padding, or takes all of it as valid."""
     return any(label not in labels or not is_padded_alike(x.dims[labels.index(label)], dims[label]) for label in padded)
 
 
 def _fill_after(values: Sequence[PaddedValue]) -> Fill | None:
     """Return the known fill of elements that were only moved."""
+    if len(values) == 1:
+        return values[0].fill
     fills = {x.fill if x.padded_dims else None for x in values}
     return fills.pop() if len(fills) == 1 else None

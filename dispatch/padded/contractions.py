@@ -35,14 +35,44 @@ def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
     if not has_map(call.op):
         raise refuse(call, "its dims are not named")
-    found = call.dims()
-    (out,) = ("".join(map(str, labels)) for labels in found.results)
-    if not found.combined.isdisjoint(found.results[0]):
+    key = call.op, *[x.dense.dim() for x in call.values]
+    product = _products.get(key)
+    if product is None:
+        product = _products[key] = _product(call)
+    if not product.letters:
         return carry(call)
+    added = None if product.added is None else call.values[product.added]
+    return contract(call, product.names, product.letters, product.out, added)
+
+
+class _Product(NamedTuple):
+    """The dims of a product, which depend on the numbers of dims of its operands alone.
+
+    Args:
+        names: of the factors.
+        letters: of the dims of each factor; none if the op is no product.
+        out: those of the result.
+        added: the index of an operand that is added.
+    """
+
+    names: tuple[str, ...]
+    letters: tuple[str, ...]
+    out: str
+    added: int | None
+
+
+_products: dict[tuple[object, ...], _Product] = {}
+
+
+def _product(call: PaddedCall) -> _Product:
+    found = call.dims()
     named = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
-    names = tuple(name for i, name in enumerate(named) if i != found.added)
-    letters = tuple("".join(map(str, own)) for i, own in enumerate(found.operands) if i != found.added)
-    return contract(call, names, letters, out, None if found.added is None else call.values[found.added])
+    factors = [i for i in range(len(named)) if i != found.added]
+    (out,) = found.results
+    if not found.combined.isdisjoint(out):
+        return _Product((), (), "", None)
+    letters = tuple("".join(map(str, found.operands[i])) for i in factors)
+    return _Product(tuple(named[i] for i in factors), letters, "".join(map(str, out)), found.added)
 
 
 @table.register(aten.bilinear)

@@ -95,9 +95,12 @@ class PaddedCall(BoundCall[PaddedValue]):
             The op's results: tensors, not `PaddedValue`.
         """
         inputs = self.arguments if not changed else {name: changed.get(name, x) for name, x in self.arguments.items()}
-        dense = tree_map_only(PaddedValue, _dense_of, list(inputs.values()))
+        dense = [_dense_of(x) for x in inputs.values()]
         count = self._positional
-        out = self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
+        if len(dense) == count:
+            out = self.op(*dense)
+        else:
+            out = self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
         if not changed or all(map(_is_own, self.arguments.values(), dense)):
             self.unchanged = out
         return out
@@ -107,8 +110,10 @@ class PaddedCall(BoundCall[PaddedValue]):
         return merge_sizes([x.sizes for x in self.values if x.sizes is not None])
 
 
-def _dense_of(x: PaddedValue) -> Tensor:
-    return x.dense
+def _dense_of(x: PyTree) -> PyTree:
+    if type(x) is PaddedValue:
+        return x.dense
+    return tree_map_only(PaddedValue, _dense_of, x) if isinstance(x, tuple | list | dict) else x
 
 
 def _is_own(x: object, dense: object) -> bool:

@@ -12,8 +12,10 @@ from torch._ops import OpOverloadPacket
 from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, infer, normalized_dim, record
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, infer, record
+from subtensors.dispatch.ops.dims import listed
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.reduction_dims import SUM, monoid_of
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -22,20 +24,14 @@ aten = torch.ops.aten
 
 @RULES.register(OpClass.REDUCTION, across=True)
 def reduction(call: ChunkedCall) -> PyTree:
-    """Reduce the rows by the entry of `OVER_ROWS`."""
+    """Reduce the rows: combine the chunks' results by the op's monoid, or as `OVER_ROWS` says."""
     (value,) = call.values
-    merge = OVER_ROWS.get(call.op.overloadpacket)
-    if merge is None:
+    merge, monoid = OVER_ROWS.get(call.op.overloadpacket), monoid_of(call.op)
+    if merge is not None:
+        return merge(call, value, listed(call.get("dim"), value.ndim))
+    if monoid is None:
         raise call.unchunkable("it reduces over the rows")
-    return merge(call, value, reduced_dims(call, value))
-
-
-def reduced_dims(call: ChunkedCall, value: LazyValue) -> list[int]:
-    """Return the dims that a call reduces, counted from the front."""
-    dims = call.get("dim")
-    if dims is None or dims == []:
-        return list(range(value.ndim))
-    return sorted({normalized_dim(d, value.ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims])})
+    return _summed(call, value) if monoid is SUM else _stacked(call, value, monoid.combine)
 
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
@@ -64,7 +60,8 @@ def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _summed_parts(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
+def _summed(call: ChunkedCall, value: LazyValue) -> LazyValue:
+    """Record the sum of each chunk's result."""
     assert value.layout is not None
     part: LazyValue = call.emit([Combine.SUM], value.layout.axis, lambda v: v)
     return part
@@ -80,26 +77,6 @@ def _stacked(call: ChunkedCall, value: LazyValue, merge: Merge) -> LazyValue:
     parts = call.emit([Combine.STACK], value.layout.axis, lambda v: v, metas=meta)
     merged: LazyValue = emit(merge, (parts,), {}, meta, [None], None)
     return merged
-
-
-def _any(stack: Tensor) -> Tensor:
-    return stack.any(0)
-
-
-def _all(stack: Tensor) -> Tensor:
-    return stack.all(0)
-
-
-def _prod(stack: Tensor) -> Tensor:
-    return stack.prod(0)
-
-
-def _logsumexp(stack: Tensor) -> Tensor:
-    return stack.logsumexp(0)
-
-
-def _merge_stack(merge: Merge) -> Callable[[ChunkedCall, LazyValue, list[int]], LazyValue]:
-    return lambda call, value, dims: _stacked(call, value, merge)
 
 
 def _norm(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
@@ -221,17 +198,13 @@ def _squared_magnitudes(value: LazyValue) -> LazyValue:
     return record(aten.sum.dim_IntList, squares, [-1])  # type: ignore[no-any-return]
 
 
+# Sums are accumulated in a wider dtype; the gradient of an extreme is divided among its ties; the rest has no monoid.
 OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], PyTree]] = {
     aten.sum: _sum,
     aten.nansum: lambda call, value, dims: _sum(
         call, record(aten.nan_to_num.default, value, 0.0, math.inf, -math.inf), dims
     ),
     aten.mean: _mean,
-    aten.count_nonzero: _summed_parts,
-    aten.any: _merge_stack(_any),
-    aten.all: _merge_stack(_all),
-    aten.prod: _merge_stack(_prod),
-    aten.logsumexp: _merge_stack(_logsumexp),
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
     aten.amax: partial(_extreme, largest=True),
