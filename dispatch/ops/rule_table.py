@@ -174,11 +174,12 @@ plain tensor values
         """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""
         return self._matching_across(op) if across else self._matching_key(op)
 
-    def explain(self, op: OpOverload) -> str:
+    def explain(self, op: OpOverload, across: bool = False) -> str:
         """Explain which rule an op gets, and by which key.
 
         Args:
             op: any overload.
+            across: whether the call combines positions of the type's own dims.
 
         Returns:
             A line naming the rule and the key that matched, or the message of the refusal.
@@ -188,14 +189,12 @@ plain tensor values
             >>> RuleTable("Loud").explain(torch.ops.aten.sort.default)
             'Loud has no rule for aten.sort.default (class sort_select): sort or select from the plain tensor values'
         """
-        key = self._matching_key(op)
+        key = self.key_of(op, across)
         if key is None:
             return self._refusal(op)
-        found = f"{_rule_name(self._rules[key])}, registered for {_describe_key(key)}"
-        across = self._matching_across(op) if key is DimMap else None
-        if across is not None:
-            found += f", and {_rule_name(self._across[across])} across its own dims, for {_describe_key(across)}"
-        return f"{_qualified(op)} on a {self.type_name}: {found}"
+        rule = _rule_name((self._across if across else self._rules)[key])
+        where = " across its own dims" if across else ""
+        return f"{_qualified(op)} on a {self.type_name}: {rule}, registered for {_describe_key(key)}{where}"
 
     def _matching_key(self, op: OpOverload) -> Key | None:
         keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))

@@ -133,9 +133,11 @@ def _at_index(x: Operand, dim: int, operands: Sequence[Operand], result: Operand
 
 
 @dim_rule(aten.embedding)
-def embedding(weight: Operand, indices: Operand) -> DimMap:
-    """A row of a table for each index."""
-    return DimMap((("row", "feature"), labels_of(indices)), ((*labels_of(indices), "feature"),), frozenset(["row"]))
+def embedding(weight: Operand, indices: Operand, scale_grad_by_freq: bool = False) -> DimMap:
+    """A row of a table for each index; the gradient may depend on how often an index occurs."""
+    own = labels_of(indices)
+    combined = frozenset(["row", *own] if scale_grad_by_freq else ["row"])
+    return DimMap((("row", "feature"), own), ((*own, "feature"),), combined)
 
 
 @dim_rule(aten.index_select)

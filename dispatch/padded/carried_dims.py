@@ -69,6 +69,7 @@ def carry(call: PaddedCall) -> PyTree:
         rule = table.lookup_across(call.op)
         if rule is None:
             raise refuse(call, "it combines valid positions with padding")
+        call.is_across = True
         return rule(call)
     found = plan.found
     fill = _fill_after(values) if found.moves else None
@@ -114,10 +115,14 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> Carr
     if is_across or not padded.isdisjoint(found.combined):
         return CarryPlan(True, dims, found)
     several = len(values) > 1
+    is_read = several and op_class(call.op) is OpClass.SCATTER_GATHER
+    if is_read and _lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
+        # An index may be shorter than what it indexes, and its bucket as long.
+        return CarryPlan(True, dims, found)
     sums = several and any(
         x.is_tracked and _lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
     )
-    return CarryPlan(False, dims, found, several and op_class(call.op) is OpClass.SCATTER_GATHER, sums)
+    return CarryPlan(False, dims, found, is_read, sums)
 
 
 def _joined(candidates: Sequence[Factors]) -> Factors:

@@ -25,26 +25,24 @@ from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded,
 aten = torch.ops.aten
 
 
-@table.register(aten.index_select)
-def index_select(call: PaddedCall) -> PaddedValue:
-    """Select positions of a dim."""
-    x, index = call["self"], call["index"]
+@table.register(aten.index_select, across=True)
+def index_select(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
+    """Select positions of a padded dim."""
     if x.dim() == 0:
         raise refuse(call, "it selects from a single number")
-    d = call["dim"] % x.dim()
+    d = dim % x.dim()
     check_bounds(x, d, index, _min_end(call, x, d))
     out = call.dense({"index": _placed(call, x, d, index).filled(0)})
     dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
     return result(out, dims, call.sizes()).gradient_masked()
 
 
-@table.register(aten.gather)
-def gather(call: PaddedCall) -> PaddedValue:
-    """Read an element for each position of an index."""
-    x, index = call["self"], call["index"]
+@table.register(aten.gather, across=True)
+def gather(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
+    """Read an element of a padded dim for each position of an index."""
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it gathers from a single number")
-    d = call["dim"] % x.dim()
+    d = dim % x.dim()
     index = _aligned(call, index, x, d)
     check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(call, x, d))
     out = call.dense({"index": _placed(call, x, d, index).filled(0)})
@@ -120,13 +118,12 @@ def index_put(call: PaddedCall) -> PaddedValue:
     return _without_slot(out, x, at[0], call)
 
 
-@table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce)
-def scatter(call: PaddedCall) -> PaddedValue:
-    """Write, add or reduce at positions of one dim, an index for each element."""
-    x, index = call["self"], call["index"]
+@table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce, across=True)
+def scatter(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
+    """Write, add or reduce at positions of a padded dim, an index for each element."""
     if x.dim() == 0 or index.dim() == 0:
         raise refuse(call, "it scatters into a single number")
-    d = call["dim"] % x.dim()
+    d = dim % x.dim()
     source = call.get("src")
     if isinstance(source, PaddedValue):
         index = _aligned(call, index, source)
@@ -333,18 +330,14 @@ def _without_slot(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> Padd
     ).gradient_masked()
 
 
-@table.register(aten.embedding)
-def embedding(call: PaddedCall) -> PaddedValue:
-    """Read a row of the table for each index; padding adds nothing to the table's gradient."""
-    weight, indices = call["weight"], call["indices"]
+@table.register(aten.embedding, across=True)
+def embedding(call: PaddedCall, weight: PaddedValue, indices: PaddedValue) -> PaddedValue:
+    """Read a row of the table for each index; its gradient is divided by the number of times that the index occurs."""
     if weight.is_padded(0):
         raise refuse(call, "the table itself is padded")
-    if call["scale_grad_by_freq"] and indices.padded_dims:
-        # A row's gradient is divided by its number of occurrences, so padding reads an extra row.
-        rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
-        out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
-    else:
-        out = call.dense({"weight": weight.dense, "indices": indices.filled(0)})
+    # Padding reads an extra row.
+    rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
+    out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
     return result(out, [*indices.dims, weight.dims[1]], call.sizes()).gradient_masked()
 
 
@@ -361,13 +354,3 @@ def embedding_renorm(call: PaddedCall) -> PaddedValue:
     shorter = weight.dense * (call["max_norm"] / (norm + 1e-7))
     out = torch.where(occurs & (norm > call["max_norm"]), shorter, weight.dense)
     return PaddedValue(out, weight.dims)
-
-
-@table.register(aten.one_hot)
-def one_hot(call: PaddedCall) -> PaddedValue:
-    """Return for each index a row of zeros with a one at that position."""
-    x: PaddedValue = call["self"]
-    if call["num_classes"] < 0:
-        raise refuse(call, "without num_classes the result's size depends on values")
-    out = call.dense({"self": x.filled(0)})
-    return result(out, [*x.dims, *static_dims([call["num_classes"]])], x.sizes)

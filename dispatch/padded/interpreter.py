@@ -84,6 +84,8 @@ class PaddedCall(BoundCall[PaddedValue]):
         super().__init__(op, args, kwargs, PaddedValue)
         self.unchanged: PyTree = None
         """The result of the op on the operands' own storages; None until it has run on them."""
+        self.is_across = False
+        """True if the op combines positions of a padded dim, by its dimension map."""
 
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the op on the storages.
@@ -156,7 +158,7 @@ def run_call(call: PaddedCall) -> PyTree:
             raise
         raise refuse(call, str(error)) from error
     for lines in _observers:
-        lines.append(table.explain(op))
+        lines.append(table.explain(op, call.is_across))
     is_view = op_class(op) is OpClass.VIEW
     if trackers:
         # An operand that is returned is a new value to the caller.

@@ -1,4 +1,4 @@
-"""The tensor type of the page on writing one: right on every op of torch's op_db, and by the dimension maps alone on most."""
+"""The tensor type of the page on writing one: right on every op of op_db, and by dimension maps alone on most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ UNDETERMINED = set(
     randn_like randint_like uniform cauchy exponential geometric log_normal nn.functional.rrelu nn.functional.dropout
     nn.functional.dropout2d nn.functional.dropout3d nn.functional.alpha_dropout nn.functional.feature_alpha_dropout
     nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d linalg.eig linalg.svd svd
-    nn.functional.multi_head_attention_forward svd_lowrank pca_lowrank resize_ resize_as_""".split()
+    nn.functional.multi_head_attention_forward linalg.lstsq to_sparse svd_lowrank pca_lowrank
+    resize_ resize_as_""".split()
 )
 
 
@@ -51,7 +52,7 @@ READ_FROM_MEMORY = {"tensor_split"}
 
 
 def plans(tensors: list[Tensor]) -> Iterator[dict[int, int]]:
-    """The dim along which each tensor is repeated: one tensor's first or last, with the dims of the others beside it."""
+    """The dim along which each tensor is repeated: one's first or last, with the dims of the others beside it."""
     for t in tensors[:2]:
         for d in {0, t.dim() - 1} if t.dim() else ():
             if t.shape[d] > 1:

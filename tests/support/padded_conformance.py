@@ -16,6 +16,7 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import subtensors as st
+from subtensors.dispatch.padded.interpreter import observed
 from subtensors.padded import torch_function as padded_calls
 
 Plan = dict[tuple[int, int], int]  # (tensor, dim) -> how many positions of padding
@@ -34,12 +35,14 @@ class Outcome:
         how: "rule", "fallback", "refused" or "wrong"; of the forward.
         backward: the same of the gradients; "" where there are none.
         why: the message of a refusal or a failure.
+        by: of a forward by rules, "class" or "map" where rules of those decided every op in it, else "own".
     """
 
     how: str
     backward: str
     why: str
     plan: str
+    by: str = ""
 
 
 def samples(op: OpInfo, count: int) -> Iterator[SampleInput]:
@@ -225,10 +228,12 @@ def outcome(
     values = values and not drawn
     before = sum(padded_calls.fallbacks.values())
     try:
-        actual, sources, _ = run(func, sample, plan, turn)
+        with observed() as rules:
+            actual, sources, _ = run(func, sample, plan, turn)
     except Exception as error:
         return Outcome("refused", "", f"{type(error).__name__}: {str(error)[:300]}", shown)
     how = "fallback" if sum(padded_calls.fallbacks.values()) > before else "rule"
+    by = decided_by(rules) if how == "rule" else ""
     if len(actual) != len(expected):
         return Outcome("wrong", "", f"{len(actual)} results instead of {len(expected)}", shown)
     for a, b, t in zip(actual, expected, truth, strict=True):
@@ -236,11 +241,11 @@ def outcome(
         if why:
             return Outcome("wrong", "", why, shown)
     if not expected_grads or not values:
-        return Outcome(how, "", "", shown)
+        return Outcome(how, "", "", shown, by)
     try:
         grads = gradients(actual, sources)
     except Exception as error:
-        return Outcome(how, "refused", f"{type(error).__name__}: {str(error)[:300]}", shown)
+        return Outcome(how, "refused", f"{type(error).__name__}: {str(error)[:300]}", shown, by)
     if len(grads) != len(expected_grads):
         return Outcome(how, "wrong", "no gradient", shown)
     for g, e, t in zip(grads, expected_grads, true_grads, strict=True):
@@ -249,7 +254,15 @@ def outcome(
         why = apart(g, e, t, largest) if e is not None else ""
         if why:
             return Outcome(how, "wrong", "gradient: " + why, shown)
-    return Outcome(how, how, "", shown)
+    return Outcome(how, how, "", shown, by)
+
+
+def decided_by(rules: list[str]) -> str:
+    """The keys that found some rules, as `table.explain` tells them: classes of ops, dimension maps, or ops."""
+    keys = {rule.rsplit("registered for ", 1)[1] for rule in rules}
+    if any(not key.startswith("every ") or key.startswith("every overload") for key in keys):
+        return "own"
+    return "map" if any("dimension map" in key or "across" in key for key in keys) else "class" if keys else ""
 
 
 def outcomes(op: OpInfo, count: int = 4, values: bool = True, func: Callable[..., Any] | None = None) -> list[Outcome]:
