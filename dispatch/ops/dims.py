@@ -85,7 +85,7 @@ class DimMap(NamedTuple):
         return self.results[index if len(self.results) > 1 else 0]
 
 
-def labels_of(x: Operand) -> Labels:
+def labels_of(x: Operand) -> tuple[int, ...]:
     """Return the labels of a single operand: the numbers of its dims."""
     return tuple(range(x.ndim))
 

@@ -38,18 +38,23 @@ largest number. Whole numbers and infinities are the same.
 - **refused**: an error says why.
 - **-**: there is no gradient, or no sample with a tensor that has a dim to pad.
 
+The second column says what decided the forward: the **class** of each op in it, its dimension **map** (and for what
+combines padded positions, the rule of its class), or in some sample a rule of the op's **own**.
+
 """
 
 
-def ways(index: int) -> tuple[str, str, str, list[str]]:
-    """An op's name, its best way forward and backward, and its wrong results."""
+def ways(index: int) -> tuple[str, str, str, list[str], str]:
+    """An op's name, its best way forward and backward, its wrong results, and what decided it."""
     op = OPS[index]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.disable(logging.CRITICAL)
     found = outcomes(op, SAMPLES, values=op.name not in WITHOUT_VALUES)
     wrong = [f"{op.formatted_name} {o.plan}: {o.why}" for o in found if "wrong" in (o.how, o.backward)]
-    return op.formatted_name, best([o.how for o in found]), best([o.backward for o in found]), wrong
+    by = {o.by for o in found}
+    decided = next((key for key in ("own", "map", "class") if key in by), "")
+    return op.formatted_name, best([o.how for o in found]), best([o.backward for o in found]), wrong, decided
 
 
 def best(found: list[str]) -> str:
@@ -63,13 +68,16 @@ def page() -> tuple[str, Counter[str], Counter[str], list[str]]:
         rows = list(workers.map(ways, range(len(OPS)), chunksize=4))
     forward, backward = (Counter(row[i] for row in rows) for i in (1, 2))
     applicable = sum(n for way, n in forward.items() if way != "-")
+    decided = Counter(row[4] for row in rows)
+    shared = decided["class"] + decided["map"]
     counts = (
         f"Of {applicable} ops with a sample that has a dim to pad, {forward['rule']} run by rules forward and "
         f"{backward['rule']} backward; {forward['fallback']} run on the logical data only, {forward['refused']} are "
-        f"refused.\n\n"
+        f"refused. Classes and dimension maps decide {shared} of the {shared + decided['own']} ops that a rule ran for, "
+        f"in every sample.\n\n"
     )
-    lines = [f"| `{name}` | {ahead} | {back} |" for name, ahead, back, _ in sorted(rows)]
-    text = INTRODUCTION + counts + "| op | forward | backward |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+    lines = [f"| `{name}` | {by} | {ahead} | {back} |" for name, ahead, back, _, by in sorted(rows)]
+    text = INTRODUCTION + counts + "| op | by | forward | backward |\n|---|---|---|---|\n" + "\n".join(lines) + "\n"
     return text, forward, backward, [w for row in rows for w in row[3]]
 
 
