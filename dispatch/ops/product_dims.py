@@ -4,6 +4,7 @@ lacks are summed over."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch._ops import OpOverloadPacket
@@ -41,37 +42,23 @@ FORMULAS: dict[OpOverloadPacket, str] = {
     aten.vdot: "i,i->",
     aten.outer: "i,j->ij",
     aten.ger: "i,j->ij",
+    aten.addmm: "+ij,jk->ik",
+    aten.baddbmm: "+bij,bjk->bik",
+    aten.addbmm: "+bij,bjk->ik",
+    aten.addmv: "+ij,j->i",
+    aten.addr: "+i,j->ij",
 }
-"""Products of two operands."""
-
-WITH_ADDED: dict[OpOverloadPacket, str] = {
-    aten.addmm: "ij,jk->ik",
-    aten.baddbmm: "bij,bjk->bik",
-    aten.addbmm: "bij,bjk->ik",
-    aten.addmv: "ij,j->i",
-    aten.addr: "i,j->ij",
-}
-"""The same, added to a first operand."""
+"""Products of two operands; with a plus they are added to a first one."""
 
 
-def _fixed(packet: OpOverloadPacket, formula: str) -> None:
-    found = einsum(formula)
-
+def _by_formula(packet: OpOverloadPacket, formula: str) -> None:
     @dim_rule(packet)
-    def product() -> DimMap:
-        return found
-
-
-def _fixed_with_added(packet: OpOverloadPacket, formula: str) -> None:
-    @dim_rule(packet)
-    def product(x: Operand) -> DimMap:
-        return einsum(formula, x.ndim, before=True)
+    def product(operands: Sequence[Operand]) -> DimMap:
+        return einsum(formula[1:], operands[0].ndim, before=True) if formula[0] == "+" else einsum(formula)
 
 
 for _packet, _formula in FORMULAS.items():
-    _fixed(_packet, _formula)
-for _packet, _formula in WITH_ADDED.items():
-    _fixed_with_added(_packet, _formula)
+    _by_formula(_packet, _formula)
 
 
 @dim_rule(aten.linear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,94 +31,59 @@ def max_value(dtype: torch.dtype) -> Number:
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-@dataclass(frozen=True)
-class Monoid:
+class Monoid(NamedTuple):
     """The operation that a reduction repeats: it is associative, and any order of its operands gives the same.
 
     Args:
         neutral: returns the element of a dtype that changes nothing.
-        combine: reduces parts, stacked along dim 0, as the op would reduce what they are parts of.
+        combine: reduces a dim of a tensor of parts, as the op would reduce what they are parts of.
         has_identity: whether torch reduces no elements to the neutral element; an error otherwise.
     """
 
     neutral: Callable[[torch.dtype], Number]
-    combine: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor, int], Tensor]
     has_identity: bool = True
 
 
-def _constant(value: int) -> Callable[[torch.dtype], Number]:
-    return lambda dtype: value
+SUM = Monoid(lambda dtype: 0, torch.sum)
+PROD = Monoid(lambda dtype: 1, torch.prod)
+ANY = Monoid(lambda dtype: 0, torch.any)
+ALL = Monoid(lambda dtype: 1, torch.all)
+MAX = Monoid(min_value, torch.amax, has_identity=False)
+MIN = Monoid(max_value, torch.amin, has_identity=False)
+LOGSUMEXP = Monoid(min_value, torch.logsumexp)
 
-
-def _sum(parts: Tensor) -> Tensor:
-    return parts.sum(0)
-
-
-def _prod(parts: Tensor) -> Tensor:
-    return parts.prod(0)
-
-
-def _any(parts: Tensor) -> Tensor:
-    return parts.any(0)
-
-
-def _all(parts: Tensor) -> Tensor:
-    return parts.all(0)
-
-
-def _max(parts: Tensor) -> Tensor:
-    return parts.amax(0)
-
-
-def _min(parts: Tensor) -> Tensor:
-    return parts.amin(0)
-
-
-def _logsumexp(parts: Tensor) -> Tensor:
-    return parts.logsumexp(0)
-
-
-SUM, PROD = Monoid(_constant(0), _sum), Monoid(_constant(1), _prod)
-ANY, ALL = Monoid(_constant(0), _any), Monoid(_constant(1), _all)
-MAX, MIN = Monoid(min_value, _max, has_identity=False), Monoid(max_value, _min, has_identity=False)
-LOGSUMEXP = Monoid(min_value, _logsumexp)
-
-MONOIDS: dict[OpOverload | OpOverloadPacket, Monoid] = {
-    aten.sum: SUM,
-    aten.nansum: SUM,
-    aten.count_nonzero: SUM,
-    aten.any: ANY,
-    aten._is_any_true: ANY,
-    aten.all: ALL,
-    aten._is_all_true: ALL,
+REDUCED_BY: dict[OpOverload | OpOverloadPacket, Monoid] = {
+    **dict.fromkeys([aten.sum, aten.nansum, aten.count_nonzero], SUM),
+    **dict.fromkeys([aten.any, aten._is_any_true], ANY),
+    **dict.fromkeys([aten.all, aten._is_all_true], ALL),
+    **dict.fromkeys([aten.amax, aten.max.default, aten.max.dim], MAX),
+    **dict.fromkeys([aten.amin, aten.min.default, aten.min.dim], MIN),
     aten.prod: PROD,
-    aten.amax: MAX,
-    aten.amin: MIN,
-    aten.max.default: MAX,
-    aten.min.default: MIN,
-    aten.max.dim: MAX,
-    aten.min.dim: MIN,
     aten.logsumexp: LOGSUMEXP,
+}
+"""The monoid of each reduction that has one. Of equal elements max.dim and min.dim give the first."""
+
+SCANNED_BY: dict[OpOverload | OpOverloadPacket, Monoid] = {
     aten.cumsum: SUM,
     aten.cumprod: PROD,
-    aten.logcumsumexp: LOGSUMEXP,
-    aten._logcumsumexp: LOGSUMEXP,
     aten.cummax: MAX,
     aten.cummin: MIN,
+    **dict.fromkeys([aten.logcumsumexp, aten._logcumsumexp], LOGSUMEXP),
 }
-"""The monoid of each reduction and scan that has one. Of equal elements max.dim and min.dim give the first."""
+"""The monoid of each scan."""
+
+_MONOIDS = {**REDUCED_BY, **SCANNED_BY}
 
 
 def monoid_of(op: OpOverload) -> Monoid | None:
     """Return the monoid that an op reduces or scans by; None if it has none."""
-    return MONOIDS.get(op) or MONOIDS.get(op.overloadpacket)
+    return _MONOIDS.get(op) or _MONOIDS.get(op.overloadpacket)
 
 
-@dim_rule(aten.sum, aten.nansum, aten.count_nonzero, aten.any, aten._is_any_true, aten.all, aten._is_all_true,
-          aten.prod, aten.amax, aten.amin, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim,
-          aten.logsumexp, aten.mean, aten.nanmean, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.norm,
+@dim_rule(*REDUCED_BY, aten.mean, aten.nanmean, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.norm,
           aten.linalg_vector_norm, aten.linalg_matrix_norm, aten.native_norm, aten.frobenius_norm, aten.argmax,
-          aten.argmin, aten.aminmax, aten._aminmax, aten.median, aten.nanmedian)  # fmt: skip
+          aten.argmin, aten.aminmax, aten._aminmax, aten.median, aten.nanmedian, aten.mode, aten.kthvalue)  # fmt: skip
 def reduction(x: Operand, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DimMap:
     """Some dims reduced, all of them if none are named."""
     reduced = listed(dim, x.ndim)
@@ -127,15 +92,8 @@ def reduction(x: Operand, dim: int | Sequence[int] | None = None, keepdim: bool 
     return carried(x, [d for d in labels_of(x) if d not in reduced], moves=False)
 
 
-@dim_rule(aten.mode, aten.kthvalue)
-def selection(x: Operand, dim: int, keepdim: bool = False) -> DimMap:
-    """An element of each slice along a dim."""
-    return reduction(x, dim, keepdim)
-
-
-@dim_rule(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
-          aten.special_softmax, aten.special_log_softmax, aten.cumsum, aten.cumprod, aten.cummax,
-          aten.cummin, aten.logcumsumexp, aten._logcumsumexp, aten.sort, aten.topk, aten.argsort)  # fmt: skip
+@dim_rule(*SCANNED_BY, aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
+          aten.special_softmax, aten.special_log_softmax, aten.sort, aten.topk, aten.argsort)  # fmt: skip
 def along(x: Operand, dim: int = -1) -> DimMap:
     """Every dim, with one of them in which positions depend on each other."""
     return carried(x, labels_of(x), [normalized(dim, x.ndim)] if x.ndim else [], moves=False)

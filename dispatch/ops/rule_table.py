@@ -157,7 +157,7 @@ plain tensor values
         """
         rule = self.resolved.get(op)
         if rule is None:
-            key = self._matching_key(op)
+            key = self.key_of(op)
             if key is None:
                 raise RuleError(self._refusal(op))
             rule = self.resolved[op] = by_name(self._rules[key], op)
@@ -166,13 +166,15 @@ plain tensor values
     def lookup_across(self, op: OpOverload) -> Rule | None:
         """The rule for calls of an op that combine positions of the type's own dims; None if there is none."""
         if op not in self._resolved_across:
-            key = self._matching_across(op)
+            key = self.key_of(op, across=True)
             self._resolved_across[op] = None if key is None else by_name(self._across[key], op)
         return self._resolved_across[op]
 
     def key_of(self, op: OpOverload, across: bool = False) -> Key | None:
         """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""
-        return self._matching_across(op) if across else self._matching_key(op)
+        rules = self._across if across else self._rules
+        keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op), *([DimMap] if has_map(op) else []))
+        return next((key for key in keys if key in rules), None)
 
     def explain(self, op: OpOverload, across: bool = False) -> str:
         """Explain which rule an op gets, and by which key.
@@ -195,15 +197,6 @@ plain tensor values
         rule = _rule_name((self._across if across else self._rules)[key])
         where = " across its own dims" if across else ""
         return f"{_qualified(op)} on a {self.type_name}: {rule}, registered for {_describe_key(key)}{where}"
-
-    def _matching_key(self, op: OpOverload) -> Key | None:
-        keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))
-        own = next((key for key in keys if key in self._rules), None)
-        return DimMap if own is None and DimMap in self._rules and has_map(op) else own
-
-    def _matching_across(self, op: OpOverload) -> Key | None:
-        keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op))
-        return next((key for key in keys if key in self._across), None)
 
     def _refusal(self, op: OpOverload) -> str:
         cls = op_class(op)

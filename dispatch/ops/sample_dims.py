@@ -106,7 +106,7 @@ def pointwise(operands: Sequence[Operand]) -> DimMap:
     return DimMap(labels, (max(labels, key=len, default=()),))
 
 
-@dim_rule(aten.zeros_like, aten.ones_like, aten.full_like)
+@dim_rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
 def like(x: Operand) -> DimMap:
     """A tensor of the operand's sizes."""
     own = labels_of(x)
@@ -155,3 +155,26 @@ def one_hot(x: Operand, num_classes: int) -> DimMap:
     """A row for each index; without a number of classes its size depends on all indices."""
     own = labels_of(x)
     return DimMap((own,), ((*own, None),), frozenset(own if num_classes < 0 else ()), partial=True)
+
+
+ELEMENTWISE_LOSSES = (
+    aten.mse_loss,
+    aten.smooth_l1_loss,
+    aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+)
+"""Losses of each element of broadcast operands, which are reduced where the call asks for it."""
+
+NONE, MEAN = 0, 1
+"""Values of the argument `reduction`."""
+
+
+@dim_rule(*ELEMENTWISE_LOSSES)
+def loss(operands: Sequence[Operand], reduction: int) -> DimMap:
+    """A loss of each element, or their mean or sum."""
+    found = pointwise(operands)._replace(partial=True)
+    if reduction == NONE:
+        return found
+    return found._replace(results=((),), combined=frozenset(found.results[0]))

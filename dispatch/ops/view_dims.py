@@ -18,19 +18,13 @@ def permute(x: Operand, dims: Sequence[int]) -> DimMap:
     return carried(x, [normalized(d, x.ndim) for d in dims])
 
 
-@dim_rule(aten.transpose.int, aten.transpose_copy.int)
-def transpose(x: Operand, dim0: int, dim1: int) -> DimMap:
+@dim_rule(aten.transpose.int, aten.transpose_copy.int, aten.t, aten.t_copy, aten.mT, aten.adjoint)
+def transpose(x: Operand, dim0: int = -2, dim1: int = -1) -> DimMap:
     """Two dims swapped."""
     labels = [*labels_of(x)]
-    if labels:
+    if len(labels) > 1:
         labels[dim0], labels[dim1] = labels[dim1], labels[dim0]
     return carried(x, labels)
-
-
-@dim_rule(aten.t, aten.t_copy, aten.mT, aten.adjoint)
-def t(x: Operand) -> DimMap:
-    """The last two dims swapped."""
-    return transpose(x, -2, -1) if x.ndim > 1 else carried(x, labels_of(x))
 
 
 @dim_rule(aten.numpy_T)
@@ -106,9 +100,9 @@ def view_as_dtype(x: Operand, dtype: torch.dtype) -> DimMap:
     return carried(x, labels_of(x), last, moves=False)
 
 
-@dim_rule(aten.select.int, aten.select_copy)
+@dim_rule(aten.select.int, aten.select_copy, aten.unbind, aten.unbind_copy)
 def select(x: Operand, dim: int) -> DimMap:
-    """One position of a dim."""
+    """One position of a dim, or each of them."""
     at = normalized(dim, x.ndim)
     return carried(x, [d for d in labels_of(x) if d != at])
 
@@ -122,12 +116,6 @@ def parts(x: Operand, dim: int | None) -> DimMap:
     if dim is None:
         return carried(x, [None])
     return carried(x, labels_of(x), [normalized(dim, x.ndim)])
-
-
-@dim_rule(aten.unbind, aten.unbind_copy)
-def unbind(x: Operand, dim: int) -> DimMap:
-    """Each position of a dim."""
-    return select(x, dim)
 
 
 @dim_rule(aten.unfold, aten.unfold_copy)

@@ -6,28 +6,28 @@ import math
 
 import torch
 
+from subtensors.dispatch.ops.sample_dims import ELEMENTWISE_LOSSES, MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast_dim, pointwise
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 
 aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
+_SUM = 2
 
 
-@table.register(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy, aten.soft_margin_loss,
-                aten.binary_cross_entropy_with_logits)  # fmt: skip
-def elementwise_loss(call: PaddedCall) -> PaddedValue:
+@table.register(*ELEMENTWISE_LOSSES, across=True)
+def elementwise_loss(call: PaddedCall, reduction: int) -> PaddedValue:
     """Compute an elementwise loss, then reduce it over valid elements."""
-    named = {**call.arguments, "reduction": _NONE}
-    if call.op is aten.binary_cross_entropy.default:
-        # Torch raises for values that aren't probabilities, in the padding too.
-        named["self"] = call["self"].cleaned(0.5)
-        named["target"] = call["target"].cleaned(0.5)
-    each: PaddedValue = pointwise(PaddedCall(call.op, (), named))
-    if call["reduction"] == _NONE:
+    each = run(call.op, (), {**call.arguments, "reduction": NONE})
+    return _reduced(each, reduction)
+
+
+def _reduced(each: PaddedValue, reduction: int) -> PaddedValue:
+    """Reduce the losses of elements or samples as a call asks for it."""
+    if reduction == NONE:
         return each
-    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
+    return apply(aten.mean.default if reduction == MEAN else aten.sum.default, each)
 
 
 @table.register(aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d, aten.nll_loss_forward,
@@ -58,7 +58,7 @@ def cross_entropy(call: PaddedCall) -> PyTree:
         scores = torch.where(valid_classes, scores, -math.inf)
     out = call.dense({"self": scores, "target": ignored})
     outs = out if isinstance(out, tuple) else (out,)
-    reduced = call["reduction"] != _NONE
+    reduced = call["reduction"] != NONE
     results = [unpadded_value(o) if reduced or o.dim() != len(dims) else result(o, dims, sizes) for o in outs]
     return tuple(results) if isinstance(out, tuple) else results[0]
 
@@ -73,9 +73,7 @@ def _by_probabilities(call: PaddedCall, x: PaddedValue, target: PaddedValue, at:
         shape = [-1 if d == at else 1 for d in range(x.dim())]
         each = apply(aten.mul.Tensor, each, unpadded_value(weight.dense.view(shape)))
     each = apply(aten.neg.default, apply(aten.sum.dim_IntList, each, [at]))
-    if call["reduction"] == _NONE:
-        return each
-    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
+    return _reduced(each, call["reduction"])
 
 
 @table.register(aten.multi_margin_loss, aten.multilabel_margin_loss)
@@ -88,10 +86,8 @@ def margin_loss(call: PaddedCall) -> PaddedValue:
     weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
     target = PaddedValue(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
     scores = PaddedValue(x.dense, (samples, x.dims[1]), call.sizes()).filled(0)
-    each = result(call.dense({"self": scores, "target": target, "reduction": _NONE, **weight}), [samples], call.sizes())
-    if call["reduction"] == _NONE:
-        return each.gradient_masked()
-    return apply(aten.mean.default if call["reduction"] == _MEAN else aten.sum.default, each)
+    each = result(call.dense({"self": scores, "target": target, "reduction": NONE, **weight}), [samples], call.sizes())
+    return _reduced(each.gradient_masked(), call["reduction"])
 
 
 @table.register(aten.ctc_loss)
@@ -108,14 +104,14 @@ def ctc_loss(call: PaddedCall) -> PaddedValue:
     if any(count != math.prod(x.shape[1:-1]) for count in counts):
         raise refuse(call, "the batch is padded in some of its tensors only")
     # Labels beyond a target's length and lengths of padded sequences may hold any valid value.
-    named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": _NONE}
+    named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": NONE}
     safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
     each = call.dense({**named, **safe})
     if x.dim() == 2:
         samples = unpadded_value(each)
     else:
         samples = result(each, [x.dims[1]], x.sizes)
-    if call["reduction"] == _NONE:
+    if call["reduction"] == NONE:
         return samples.gradient_masked()
     if call["reduction"] == _SUM:
         return apply(aten.sum.default, samples)

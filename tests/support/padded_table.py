@@ -73,8 +73,8 @@ def page() -> tuple[str, Counter[str], Counter[str], list[str]]:
     counts = (
         f"Of {applicable} ops with a sample that has a dim to pad, {forward['rule']} run by rules forward and "
         f"{backward['rule']} backward; {forward['fallback']} run on the logical data only, {forward['refused']} are "
-        f"refused. Classes and dimension maps decide {shared} of the {shared + decided['own']} ops that a rule ran for, "
-        f"in every sample.\n\n"
+        f"refused. Classes and dimension maps decide {shared} of the {shared + decided['own']} ops that a rule ran "
+        f"for, in every sample.\n\n"
     )
     lines = [f"| `{name}` | {by} | {ahead} | {back} |" for name, ahead, back, _, by in sorted(rows)]
     text = INTRODUCTION + counts + "| op | by | forward | backward |\n|---|---|---|---|\n" + "\n".join(lines) + "\n"

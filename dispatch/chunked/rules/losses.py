@@ -9,38 +9,24 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known_tensor, replicated
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, broadcast, largest, record, sliced
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, sum_over_rows
+from subtensors.dispatch.ops.sample_dims import ELEMENTWISE_LOSSES, MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
-NONE, MEAN = 0, 1
 
-
-@RULES.register(
-    aten.mse_loss,
-    aten.smooth_l1_loss,
-    aten.huber_loss,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_with_logits,
-    aten.soft_margin_loss,
-)
-def elementwise(call: ChunkedCall) -> PyTree:
+@RULES.register(*ELEMENTWISE_LOSSES, across=True)
+def elementwise(call: ChunkedCall, reduction: int) -> PyTree:
     """Record the loss of each element of broadcast operands, and its reduction."""
-    reduction = call["reduction"]
-    call.replace("reduction", NONE)
-    meta = call.infer()
-    leader = largest(call.chunked)
-    assert leader.layout is not None
-    layout = leader.layout.with_dim(leader.layout.dim + meta.ndim - leader.ndim)
-    losses = call.emit([layout], layout.axis, lambda v: broadcast(v, meta.ndim, layout), metas=meta)
-    if reduction == NONE:
-        return losses
-    dims = list(range(meta.ndim))
-    return record(aten.mean.dim, losses, dims) if reduction == MEAN else sum_over_rows(losses, dims, False, meta.dtype)
+    losses = record(call.op, **{**call.arguments, "reduction": NONE})
+    dims = list(range(losses.ndim))
+    if reduction == MEAN:
+        return record(aten.mean.dim, losses, dims)
+    return sum_over_rows(losses, dims, False, losses.dtype)
 
 
 @RULES.register(aten.nll_loss_forward, aten.nll_loss2d_forward)

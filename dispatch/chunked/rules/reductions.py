@@ -31,7 +31,7 @@ def reduction(call: ChunkedCall) -> PyTree:
         return merge(call, value, listed(call.get("dim"), value.ndim))
     if monoid is None:
         raise call.unchunkable("it reduces over the rows")
-    return _summed(call, value) if monoid is SUM else _stacked(call, value, monoid.combine)
+    return _summed(call, value) if monoid is SUM else _stacked(call, value, monoid.combine, 0)
 
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
@@ -67,15 +67,12 @@ def _summed(call: ChunkedCall, value: LazyValue) -> LazyValue:
     return part
 
 
-Merge = Callable[[Tensor], Tensor]
-
-
-def _stacked(call: ChunkedCall, value: LazyValue, merge: Merge) -> LazyValue:
+def _stacked(call: ChunkedCall, value: LazyValue, merge: Callable[..., Tensor], *options: int) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
     assert value.layout is not None
     meta = call.infer()
     parts = call.emit([Combine.STACK], value.layout.axis, lambda v: v, metas=meta)
-    merged: LazyValue = emit(merge, (parts,), {}, meta, [None], None)
+    merged: LazyValue = emit(merge, (parts, *options), {}, meta, [None], None)
     return merged
 
 

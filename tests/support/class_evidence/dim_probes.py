@@ -28,6 +28,8 @@ def acts_as_its_map_says(call: Call) -> str | None:
     if [len(labels) for labels in found.operands] != [t.ndim for t in tensors]:
         return f"its map has the operands {found.operands}"
     outputs = results_of(call)
+    if "empty" in call.op.name():
+        raise SaysNothing("its values are not defined")
     for i, t in enumerate(outputs):
         labels = found.of_result(i)
         if t.ndim != len(labels) and not (labels and labels[-1] is ... and t.ndim >= len(labels) - 1):
@@ -120,6 +122,8 @@ def combines_parts(call: Call, label: Any, found: DimMap, tensors: list[torch.Te
     if not all_close([part], results_of(call.with_tensors(filled))):
         return f"neutral elements along {label} change the result"
     whole = results_of(call)[0]
-    if op_class(call.op) is OpClass.REDUCTION and not all_close([monoid.combine(torch.stack([part, rest]))], [whole]):
+    if op_class(call.op) is OpClass.REDUCTION and not all_close(
+        [monoid.combine(torch.stack([part, rest]), 0)], [whole]
+    ):
         return f"parts along {label} do not combine to the whole"
     return None
