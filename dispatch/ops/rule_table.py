@@ -11,7 +11,7 @@ or one overload of it, is special, it gets a rule of its own, and the most speci
       1. aten.add_.Tensor     the overload     special to one signature, such as `out=`
       2. aten.add_            the op           special to one op, in all its overloads
       3. OpClass.POINTWISE    its class        right for every op of the class
-      4. DimMap               its map          right for every op that says what becomes of its dims (`dims.py`)
+      4. DimMap               its map          right for every op whose dims have labels (`dims.py`)
       5. RuleError            refusal          names the op, its class, the type, and what to do instead
 
 The rule for `DimMap` is a type's interpreter of dimension maps. It serves all calls that leave the type's own dims
