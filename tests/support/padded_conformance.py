@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -36,6 +36,7 @@ class Outcome:
         backward: the same of the gradients; "" where there are none.
         why: the message of a refusal or a failure.
         by: of a forward by rules, "class" or "map" where rules of those decided every op in it, else "own".
+        turn: the place of the sample among those of the op.
     """
 
     how: str
@@ -43,6 +44,7 @@ class Outcome:
     why: str
     plan: str
     by: str = ""
+    turn: int = 0
 
 
 def samples(op: OpInfo, count: int) -> Iterator[SampleInput]:
@@ -282,5 +284,5 @@ def outcomes(op: OpInfo, count: int = 4, values: bool = True, func: Callable[...
             for plan in plans(tensors):
                 got = outcome(op, func or op.op, sample, plan, turn, values)
                 if got is not None:
-                    found.append(got)
+                    found.append(replace(got, turn=turn))
     return found
