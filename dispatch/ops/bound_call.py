@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.dim_table import dim_map
-from subtensors.dispatch.ops.dims import DimMap, Operand
+from subtensors.dispatch.ops.dims import DimMap, Operand, argument_names
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 from subtensors.dispatch.torch_internals.ops import schema_of
 
@@ -90,3 +91,25 @@ def _parameters(op: OpOverload) -> tuple[list[str], Kwargs, int]:
     arguments = schema_of(op).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return [a.name for a in arguments], defaults, sum(not a.kwarg_only for a in arguments)
+
+
+def by_name(rule: Callable[..., PyTree], op: OpOverload) -> Callable[[PyTree], PyTree]:
+    """Return a function of a bound call that gives a rule the arguments of the op that it names after the call."""
+    taken = argument_names(rule, op, skipped=1)
+    if not taken:
+        return rule
+    parameters = [*inspect.signature(rule).parameters][1 : len(taken) + 1]
+    given = [name for _, name in taken]
+    if parameters == [parameter for parameter, _ in taken]:
+
+        def by_position(call: PyTree) -> PyTree:
+            arguments: Kwargs = call.arguments
+            return rule(call, *[arguments[name] for name in given])
+
+        return functools.update_wrapper(by_position, rule)
+
+    def by_keyword(call: PyTree) -> PyTree:
+        arguments: Kwargs = call.arguments
+        return rule(call, **{parameter: arguments[name] for parameter, name in taken})
+
+    return functools.update_wrapper(by_keyword, rule)

@@ -33,7 +33,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
-from subtensors.dispatch.ops.tree import Kwargs, PyTree
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 Label = Hashable
@@ -202,25 +202,3 @@ def argument_names(function: Callable[..., PyTree], op: OpOverload, skipped: int
         elif parameter.default is parameter.empty:
             raise TypeError(f"{function.__name__} takes {parameter.name}, which {op} lacks")
     return found
-
-
-def by_name(rule: Callable[..., PyTree], op: OpOverload) -> Callable[[PyTree], PyTree]:
-    """Return a function of a bound call that gives a rule the arguments of the op that it names after the call."""
-    taken = argument_names(rule, op, skipped=1)
-    if not taken:
-        return rule
-    parameters = [*inspect.signature(rule).parameters][1 : len(taken) + 1]
-    given = [name for _, name in taken]
-    if parameters == [parameter for parameter, _ in taken]:
-
-        def by_position(call: PyTree) -> PyTree:
-            arguments: Kwargs = call.arguments
-            return rule(call, *[arguments[name] for name in given])
-
-        return functools.update_wrapper(by_position, rule)
-
-    def by_keyword(call: PyTree) -> PyTree:
-        arguments: Kwargs = call.arguments
-        return rule(call, **{parameter: arguments[name] for parameter, name in taken})
-
-    return functools.update_wrapper(by_keyword, rule)

@@ -33,8 +33,9 @@ from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from subtensors.dispatch.ops.bound_call import by_name
 from subtensors.dispatch.ops.dim_table import has_map
-from subtensors.dispatch.ops.dims import DimMap, by_name
+from subtensors.dispatch.ops.dims import DimMap
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.tree import PyTree
@@ -87,9 +88,10 @@ class RuleTable:
         self.advice = {**ADVICE, **(advice or {})}
         self._rules: dict[Key, Rule] = {}
         self._across: dict[Key, Rule] = {}
-        self._resolved_across: dict[OpOverload, Rule | None] = {}
         self.resolved: dict[OpOverload, Rule] = {}
         """The rule of each overload that was looked up before."""
+        self.resolved_across: dict[OpOverload, Rule | None] = {}
+        """The same for calls across the type's own dims."""
 
     def register(self, *keys: Key, across: bool = False) -> Callable[[RuleT], RuleT]:
         """Register the decorated function for one or more keys.
@@ -131,7 +133,7 @@ class RuleTable:
                     )
             rules.update(dict.fromkeys(keys, rule))
             self.resolved.clear()
-            self._resolved_across.clear()
+            self.resolved_across.clear()
             return rule
 
         return add
@@ -165,10 +167,10 @@ plain tensor values
 
     def lookup_across(self, op: OpOverload) -> Rule | None:
         """The rule for calls of an op that combine positions of the type's own dims; None if there is none."""
-        if op not in self._resolved_across:
+        if op not in self.resolved_across:
             key = self.key_of(op, across=True)
-            self._resolved_across[op] = None if key is None else by_name(self._across[key], op)
-        return self._resolved_across[op]
+            self.resolved_across[op] = None if key is None else by_name(self._across[key], op)
+        return self.resolved_across[op]
 
     def key_of(self, op: OpOverload, across: bool = False) -> Key | None:
         """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""

@@ -66,7 +66,7 @@ def carry(call: PaddedCall) -> PyTree:
                 _plans.clear()
             _plans[key] = plan
     if plan.across:
-        rule = table.lookup_across(call.op)
+        rule = table.resolved_across.get(call.op) or table.lookup_across(call.op)
         if rule is None:
             raise refuse(call, "it combines valid positions with padding")
         call.is_across = True

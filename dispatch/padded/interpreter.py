@@ -37,7 +37,7 @@ from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
-from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, unpadded_value
+from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
 from subtensors.dispatch.padded.regrouping import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 
@@ -210,3 +210,24 @@ def refuse(call: PaddedCall, reason: str, kind: type[UnsupportedCall] = Unsuppor
     dims = sorted({str(factor.size) for x in call.values for d in x.padded_dims for factor in x.dims[d]})
     name = f"{call.op.namespace}.{overload_name(call.op)}"
     return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {reason}")
+
+
+def require_elements(
+    call: PaddedCall, x: PaddedValue, reduced: Sequence[int], kind: type[Exception] | None = None
+) -> None:
+    """Raise what torch raises for a reduction without an identity over no elements, where the host knows the sizes.
+
+    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
+
+    Args:
+        call: the call.
+        x: the value.
+        reduced: the dims.
+        kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
+    """
+    for d in reduced:
+        if set(known_sizes(x, d)) == {0}:
+            names = call.get("dim") not in (None, [])
+            raise (kind or (IndexError if names else RuntimeError))(
+                f"{call.op.overloadpacket.__name__}(): Expected reduction dim {d} to have non-zero size."
+            )

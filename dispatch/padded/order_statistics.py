@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, require_elements, table
 from subtensors.dispatch.padded.padded_value import (
     PaddedValue,
     ScatteredDim,
@@ -27,7 +27,6 @@ from subtensors.dispatch.padded.padded_value import (
     unpadded_value,
 )
 from subtensors.dispatch.padded.positions import ranks
-from subtensors.dispatch.padded.reductions import require_elements
 from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 

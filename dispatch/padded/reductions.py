@@ -18,8 +18,8 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, max_value, min_value, monoid_of
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, reduced_result
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, require_elements, table
+from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, reduced_result
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -166,27 +166,6 @@ def _by_kernel(call: PaddedCall, x: PaddedValue, reduced: list[int], p: float = 
 def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
     """Return the dims that a call reduces."""
     return listed(call.get("dim", call.get("dims")), x.dim())
-
-
-def require_elements(
-    call: PaddedCall, x: PaddedValue, reduced: Sequence[int], kind: type[Exception] | None = None
-) -> None:
-    """Raise what torch raises for a reduction without an identity over no elements, where the host knows the sizes.
-
-    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
-
-    Args:
-        call: the call.
-        x: the value.
-        reduced: the dims.
-        kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
-    """
-    for d in reduced:
-        if set(known_sizes(x, d)) == {0}:
-            names = call.get("dim") not in (None, [])
-            raise (kind or (IndexError if names else RuntimeError))(
-                f"{call.op.overloadpacket.__name__}(): Expected reduction dim {d} to have non-zero size."
-            )
 
 
 def logical_position(call: PaddedCall, x: PaddedValue, position: Tensor) -> Tensor:

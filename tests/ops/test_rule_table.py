@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from subtensors.dispatch.chunked.rules import RULES as chunked_table
+from subtensors.dispatch.ops.bound_call import BoundCall, by_name
+from subtensors.dispatch.ops.dims import DimMap
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.op_classes import OpClass, functional_form
 from subtensors.dispatch.ops.rule_table import ADVICE, Key, RuleTable
+from subtensors.dispatch.padded.rules import table as padded_table
 
 aten = torch.ops.aten
 
@@ -136,3 +140,56 @@ def test_a_rule_may_be_any_callable() -> None:
     table.register(aten.mm)(Loud())
     assert table.lookup(aten.mm.default)() == "loud"
     assert "Loud, registered for every overload of aten.mm" in table.explain(aten.mm.default)
+
+
+def test_an_op_with_a_dimension_map_gets_the_interpreter_unless_a_nearer_key_has_a_rule() -> None:
+    table = RuleTable("Demo")
+    table.register(DimMap)(for_op)
+    assert table.lookup(aten.transpose.int) is for_op
+    assert table.explain(aten.transpose.int).endswith("for_op, registered for every op with a dimension map")
+    table.register(OpClass.VIEW)(for_class)
+    assert table.lookup(aten.transpose.int) is for_class
+    with pytest.raises(RuleError):
+        table.lookup(aten.nonzero.default)
+
+
+def test_a_rule_across_the_types_dims_is_kept_apart_from_the_others() -> None:
+    table = RuleTable("Demo")
+    table.register(DimMap)(for_op)
+    table.register(OpClass.REDUCTION, across=True)(for_class)
+    assert table.lookup(aten.sum.default) is for_op
+    assert table.lookup_across(aten.sum.default) is for_class
+    assert table.lookup_across(aten.flip.default) is None
+    assert table.explain(aten.sum.default, across=True).endswith(
+        "for_class, registered for every reduction op across its own dims"
+    )
+
+
+def test_a_rule_gets_the_arguments_that_it_names_by_name_or_synonym() -> None:
+    table = RuleTable("Demo")
+
+    @table.register(aten.flip, aten.sum)
+    def rule(call: BoundCall[torch.Tensor], x: torch.Tensor, dim: list[int], keepdim: bool = True) -> object:
+        return x, dim, keepdim
+
+    x = torch.ones(2, 3)
+    flip = BoundCall(aten.flip.default, (x, [1]), {}, torch.Tensor)
+    assert table.lookup(aten.flip.default)(flip) == (x, [1], True)
+    total = BoundCall(aten.sum.dim_IntList, (x,), {"dim": [0]}, torch.Tensor)
+    assert table.lookup(aten.sum.dim_IntList)(total) == (x, [0], False)
+    with pytest.raises(TypeError, match=r"rule takes dim, which aten\.sum\.default lacks"):
+        table.lookup(aten.sum.default)
+
+
+def test_every_rule_of_the_types_names_arguments_of_its_ops() -> None:
+    for table in (padded_table, chunked_table):
+        for rules in (table._rules, table._across):
+            for key, rule in rules.items():
+                overloads = [key] if isinstance(key, torch._ops.OpOverload) else []
+                if isinstance(key, torch._ops.OpOverloadPacket):
+                    overloads = [getattr(key, name) for name in key.overloads() if "out" not in name]
+                for op in overloads:
+                    # TorchScript has overloads of lists and strings.
+                    of_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
+                    if of_tensors and functional_form(op) is op and table.key_of(op, across=rules is table._across) == key:
+                        by_name(rule, op)

@@ -19,7 +19,7 @@ import subtensors as st
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-MAX_FILES = 12
+MAX_FILES = 13
 
 FOLDERS = {"s": "subtensors", "d": "dispatch", "k": "kernels"}
 """What the initials in the page's table stand for."""
