@@ -17,12 +17,13 @@ from torch import Tensor
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.padded_size import PaddedSize
-from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, result
+from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
+from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of, static_dims
 
 MAX_PLANS = 4096
 """The most calls whose plans are cached."""
@@ -107,10 +108,14 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> Carr
     for x, labels in zip(values, found.operands, strict=True):
         for label, factors in zip(labels, x.dims, strict=True):
             candidates.setdefault(label, []).append(factors)
-    dims = {
-        label: broadcast_dim(each, sizes) if label not in found.combined else _joined(each)
-        for label, each in candidates.items()
-    }
+    try:
+        dims = {
+            label: broadcast_dim(each, sizes) if label not in found.combined else _joined(each)
+            for label, each in candidates.items()
+        }
+    except UnsupportedCall:
+        _regroup(values, found, sizes)
+        raise
     padded = {label for label, factors in dims.items() if is_padded(factors)}
     if is_across or not padded.isdisjoint(found.combined):
         return CarryPlan(True, dims, found)
@@ -123,6 +128,17 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> Carr
         x.is_tracked and _lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
     )
     return CarryPlan(False, dims, found, is_read, sums)
+
+
+def _regroup(values: Sequence[PaddedValue], found: DimMap, sizes: TrueSizes | None) -> None:
+    """Raise ScatteredDim for an operand that is not flattened in a dim in which another one of its size is."""
+    for label in {label for own in found.operands for label in own} - found.combined:
+        along = [(x, own.index(label)) for x, own in zip(values, found.operands, strict=True) if label in own]
+        chosen = max((x.dims[d] for x, d in along), key=len)
+        for x, d in along:
+            is_flat = x.is_padded(d) and len(x.dims[d]) < len(chosen)
+            if is_flat and is_same(size_of(x.dims[d]), size_of(chosen), sizes):
+                raise ScatteredDim(x, d, chosen) from None
 
 
 def _joined(candidates: Sequence[Factors]) -> Factors:

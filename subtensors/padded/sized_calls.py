@@ -107,8 +107,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             return _run(SHAPE_OPS[func], args, kwargs)
         if func in OPS:
             return _run(OPS[func], args, kwargs)
-    is_plain_pool = {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1})
-    if (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2 and is_plain_pool:
+    is_pool = (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2
+    if is_pool and {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1}):
         pooled = _pooled_over_all(func, *args)
         if pooled is not None:
             return pooled

@@ -191,5 +191,9 @@ def test_every_rule_of_the_types_names_arguments_of_its_ops() -> None:
                 for op in overloads:
                     # TorchScript has overloads of lists and strings.
                     of_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
-                    if of_tensors and functional_form(op) is op and table.key_of(op, across=rules is table._across) == key:
+                    if (
+                        of_tensors
+                        and functional_form(op) is op
+                        and table.key_of(op, across=rules is table._across) == key
+                    ):
                         by_name(rule, op)
