@@ -86,7 +86,7 @@ def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None
     """Return the arguments that a plan depends on; None where one is a padded size, which has a rule of its own."""
     several, rows = len(call.values) > 1, None if sizes is None else sizes.rows
     # The dims of a single operand hold all there is to know, but for the rows of a ragged batch.
-    key: list[object] = [call.op, sizes.key, rows] if sizes is not None and (several or rows) else [call.op]
+    key: list[object] = [call.op, sizes.key, rows] if sizes is not None and (several or rows is not None) else [call.op]
     for x in call.arguments.values():
         kind = type(x)
         if kind is PaddedValue:
