@@ -35,6 +35,7 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_like
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
 from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -259,7 +260,7 @@ def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
 
 def _version_and_address(tensor: Tensor) -> tuple[int, int] | None:
     """Return what changes when a tensor is written to or given other memory; None for a tensor without versions."""
-    if tensor.is_inference() or is_traced(tensor):
+    if tensor.is_inference() or (type(tensor) not in PLAIN_TYPES and is_traced(tensor)):
         return None
     try:
         return tensor._version, tensor.data_ptr()

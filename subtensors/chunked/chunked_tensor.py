@@ -82,9 +82,17 @@ class ChunkedTensor(LazyTensor):
 
     def explain(self) -> str:
         """Describe the pass that `realize()` would run (chunks, bytes, inputs, ops), and the plan of a loss."""
-        plans = passes_for(self._ref.value)
-        lines = [*(plan.describe() for plan in plans), describe_expected_loss(self._ref.value)]
-        return "\n".join(line for line in lines if line is not None) or repr(self)
+        value = self._ref.value
+        lines: list[str | None] = []
+        for describe in (
+            lambda: "\n".join(plan.describe() for plan in passes_for(value)),
+            lambda: describe_expected_loss(value),
+        ):
+            try:
+                lines.append(describe())
+            except ValueError as error:  # what a limit refuses: the other one may be what is asked for
+                lines.append(str(error))
+        return "\n".join(line for line in lines if line) or repr(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         value = self._ref.value
