@@ -83,16 +83,9 @@ class ChunkedTensor(LazyTensor):
     def explain(self) -> str:
         """Describe the pass that `realize()` would run (chunks, bytes, inputs, ops), and the plan of a loss."""
         value = self._ref.value
-        lines: list[str | None] = []
-        for describe in (
-            lambda: "\n".join(plan.describe() for plan in passes_for(value)),
-            lambda: describe_expected_loss(value),
-        ):
-            try:
-                lines.append(describe())
-            except ValueError as error:  # what a limit refuses: the other one may be what is asked for
-                lines.append(str(error))
-        return "\n".join(line for line in lines if line) or repr(self)
+        passes = _description(lambda: "\n".join(plan.describe() for plan in passes_for(value)))
+        loss = _description(lambda: describe_expected_loss(value))
+        return "\n".join(filter(None, (passes, loss))) or repr(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         value = self._ref.value
@@ -296,6 +289,14 @@ def explain_loss(loss: Tensor) -> str:
             plans.append(plan)
         stack.extend(following for following, _ in function.next_functions)
     return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
+
+
+def _description(describe: Callable[[], str | None]) -> str | None:
+    """Return a description, or the reason for which a memory limit refuses what it would describe."""
+    try:
+        return describe()
+    except ValueError as error:
+        return str(error)
 
 
 def _op_count(value: LazyValue) -> int:
