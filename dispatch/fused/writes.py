@@ -19,6 +19,7 @@ class WriteWatch:
         tensors: proxies, or tensors.
 
     Example:
+        >>> import torch
         >>> x, y = torch.ones(2), torch.ones(2)
         >>> watch = WriteWatch([x, y])
         >>> _ = x.add_(1)

@@ -61,7 +61,11 @@ CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _packe
 """The number of core dims of each operand."""
 
 
-def batched(operands: Sequence[Operand], cores: Sequence[int]) -> DimMap:
+TOTAL = {packet for names in IMAGE_OPS.values() for packet in _packets(names) if "unpool" not in packet.__name__}
+"""Those that take any values; a factorization refuses some matrices, and an unpooling some indices."""
+
+
+def batched(operands: Sequence[Operand], cores: Sequence[int], is_partial: bool = True) -> DimMap:
     """Return the map of an op that combines the last dims of its operands, so many of each."""
     if len(operands) > len(cores):
         raise RuleError("the layout of its operands is unknown")
@@ -71,13 +75,13 @@ def batched(operands: Sequence[Operand], cores: Sequence[int]) -> DimMap:
     for i, (x, batch) in enumerate(zip(operands, batches, strict=True)):
         labels.append((*range(most - batch, most), *((f"core {i}", d) for d in range(x.ndim - batch))))
     core = frozenset(label for own in labels for label in own if isinstance(label, tuple))
-    return DimMap(tuple(labels), ((*range(most), ...),), core, partial=True)
+    return DimMap(tuple(labels), ((*range(most), ...),), core, partial=is_partial)
 
 
 def _by_cores(packet: OpOverloadPacket, cores: tuple[int, ...]) -> None:
     @dim_rule(packet)
     def by_cores(operands: Sequence[Operand]) -> DimMap:
-        return batched(operands, cores)
+        return batched(operands, cores, packet not in TOTAL)
 
 
 for _packet, _cores in CORE.items():

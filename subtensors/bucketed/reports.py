@@ -48,7 +48,7 @@ class Reports(ModuleProxy):
         """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
 
         Example:
-            >>> import subtensors as st
+            >>> import subtensors as st, torch
             >>> run = st.bucketed(torch.exp, {0: {0: st.Dim("n", max=8, buckets=4)}})
             >>> _ = run(torch.ones(3)), run(torch.ones(2)), run(torch.ones(8))
             >>> print(run.stats())

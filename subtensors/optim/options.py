@@ -87,7 +87,9 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
         ValueError: with the option and its value.
     """
     for option, allowed in _RANGES.items():
-        check_range(option, group.get(option), allowed)
+        if isinstance(value := group.get(option), tuple | list):
+            raise ValueError(f"Invalid {option}: {shown(value)}; expected one number")
+        check_range(option, value, allowed)
     if type(passes := group.get("accumulate", 1)) is not int or passes < 1:
         raise ValueError(f"Invalid accumulate: {shown(passes)}; expected a whole number of backward passes, 1 or more")
     if passes != (of_first := first.get("accumulate", 1)):

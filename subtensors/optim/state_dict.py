@@ -162,7 +162,8 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     groups = optimizer.param_groups
     was_underway = bool(former) and accumulation.is_underway(former)
     optimizer.state = States(dict, optimizer.state)
-    optimizer._is_provisional = False
+    if optimizer._is_provisional:  # a write would be a change to whoever watches its attributes
+        optimizer._is_provisional = False
     for index, group in enumerate(groups):
         complete_group(group, former[index] if former else {}, optimizer.defaults)
         accumulation.start(group, {})

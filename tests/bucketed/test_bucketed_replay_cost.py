@@ -46,9 +46,10 @@ def test_an_encoder_does_no_more_for_padding_than_masks_written_by_hand() -> Non
     by_hand = ops(
         lambda ids, mask: [model(input_ids=ids, attention_mask=mask).last_hidden_state], [ids, torch.ones_like(ids)]
     )
-    # Zeros behind the norms, which their own kernel writes on a GPU, are all that every layer does for its padding.
-    assert ours["where"] == NORMS
-    assert ours.total() - NORMS <= by_hand.total()
+    # Zeros behind the norms, which their own kernel writes on a GPU, are all that every layer does for its padding. The
+    # indices of the three embeddings, once a model, are made to be in range.
+    assert ours["where"] == NORMS + 3
+    assert ours.total() - NORMS - 3 <= by_hand.total()
     assert ours["clone"] == 0
 
 
@@ -93,5 +94,4 @@ def test_a_convolutional_net_does_no_more_for_a_padded_batch_than_for_a_full_one
     bucket = run.captured_buckets()[0]
     ours = ops(lambda *inputs: [leaf.value for leaf in bucket.run_on(inputs).leaves], bucket.inputs())
     plain = ops(lambda images: [model(pixel_values=images).logits], [torch.zeros(4, 3, 32, 32)])
-    # One image stands in for those that are padding where an op might not take their values.
-    assert ours - plain == Counter(["arange", "lt", "where"])
+    assert ours - plain == Counter()

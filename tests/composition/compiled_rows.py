@@ -23,7 +23,7 @@ def compiled(body: Any, **options: Any) -> Any:
 
 
 OWN_GRAPHS = Refused(RuntimeError, "st.bucketed replays graphs of its own", "`st.bucketed(compile=True)`")
-FAKE = Slower("an argument is a FakeTensor")
+FAKE = Slower("a dispatch mode is around it")
 NO_STEP = Meaningless("a step is no function of values")
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from composition.subjects import Subject
-from composition.table import Column, row
+from composition.table import Column, Slower, row
 
 GROUP = "modes, hooks, modules"
 
@@ -31,7 +31,10 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@row(GROUP, "`FlopCounterMode`")
+MODE = Slower("a dispatch mode is around it")
+
+
+@row(GROUP, "`FlopCounterMode`", bucketed=MODE)
 def flop_counter(subject: Subject) -> list[Tensor]:
     """The program and its backward under a `FlopCounterMode`, which counts some."""
     with FlopCounterMode(display=False) as counter:
@@ -40,7 +43,7 @@ def flop_counter(subject: Subject) -> list[Tensor]:
     return out
 
 
-@row(GROUP, "`TorchDispatchMode`")
+@row(GROUP, "`TorchDispatchMode`", bucketed=MODE)
 def dispatch_mode(subject: Subject) -> list[Tensor]:
     """The program and its backward under a dispatch mode."""
     with DispatchMode():

@@ -128,7 +128,7 @@ def test_updates_below_half_a_step_are_not_lost(lowering: Lowering) -> None:
 
 
 def test_targets_other_than_bfloat16_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"writes to bfloat16, got torch\.float16"):
+    with pytest.raises(TypeError, match=r"writes to a target of bfloat16, got torch\.float16"):
         st.stochastic_round_(torch.ones(2, dtype=torch.float16), torch.ones(2))
 
 

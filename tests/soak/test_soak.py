@@ -29,13 +29,13 @@ def test_a_longer_soak_finds_no_growth_and_no_wrong_value(device: str, seed: int
 def test_a_leaked_tensor_a_round_is_found() -> None:
     kept: list[torch.Tensor] = []
     soak = Soak("cpu", variety=1, after_round=lambda: kept.extend(torch.ones(9) for _ in range(5)))
-    assert "tensors grows by " in soak.run(1.0, show=list)
+    assert "tensors grows by " in soak.run(3.0, show=list)
 
 
 def test_a_wrong_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     soak = Soak("cpu", variety=1)
     monkeypatch.setattr(soak_jobs.st, "total_norm", lambda tensors: torch.zeros((), dtype=tensors[0].dtype))
-    assert "lists, value" in soak.run(1.0, show=list)
+    assert "lists, value" in soak.run(3.0, show=list)
 
 
 @pytest.mark.slow
