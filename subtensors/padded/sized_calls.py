@@ -17,7 +17,6 @@ from torch.nn import functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
 from subtensors.dispatch.padded.resampling import resampled
@@ -163,40 +162,10 @@ def _resampled(
     antialias: bool = False,
 ) -> Tensor:
     """Run `F.interpolate` to sizes of which some are padded, of any tensor."""
-    if size is None or scale_factor is not None:
+    if size is None or scale_factor is not None or recompute_scale_factor:
         raise RuleError("PaddedTensor has no rule for interpolate with a padded size and a factor")
-    listed = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
-    try:
-        return wrap_with_grad(resampled(_value(x), listed, mode, bool(align_corners), antialias))
-    except UnsupportedCall:
-        return _interpolated(x, size, mode=mode, align_corners=bool(align_corners), antialias=antialias)
-
-
-INTERPOLATIONS = {
-    "nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
-    "nearest-exact": ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-    "linear": ("upsample_linear1d",),
-    "bilinear": ("", "upsample_bilinear2d"),
-    "trilinear": ("", "", "upsample_trilinear3d"),
-}
-"""The op of each mode, by the number of dims."""
-
-
-def _interpolated(
-    x: Tensor,
-    size: int | Sequence[int] | None = None,
-    scale_factor: object = None,
-    mode: str = "nearest",
-    **options: bool,
-) -> Tensor:
-    """Run `F.interpolate` to sizes."""
-    rank = x.dim() - 2
-    name = dict(enumerate(INTERPOLATIONS.get(mode, ()), start=1)).get(rank)
-    if size is None or scale_factor is not None or not name or any(options.values()):
-        raise RuleError(f"PaddedTensor has no rule for {mode} interpolation with these options and a padded size")
-    target = [size] * rank if isinstance(size, int) else [*size]
-    aligned = () if mode.startswith("nearest") else (False,)
-    return _run(getattr(aten, name).vec, (x, target, *aligned, None), {})
+    target = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
+    return wrap_with_grad(resampled(_value(x), target, mode, align_corners, antialias))
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
