@@ -12,6 +12,7 @@ An antialiased filter grows with m / n, so it reads any number of inputs: it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -70,16 +71,15 @@ def resampled(
         at = torch.arange(int(size), device=scale.device).to(scale.dtype)
         factors = dim_of(size, sizes)
         if antialias:
-            share = _antialiased(at, torch.arange(x.shape[d], device=at.device), scale, n_in, mode)
-            values = torch.movedim(x.filled(0, [d]), d, -1) @ share.t()
+            shares = _antialiased(at, torch.arange(x.shape[d], device=at.device), scale, n_in, mode)
+            values = torch.movedim(x.filled(0, [d]), d, -1) @ shares.t()
             x = result(torch.movedim(values, -1, d), with_dim(x.dims, d, factors), sizes).gradient_masked()
             continue
-        total: Tensor | None = None
+        parts = []
         for position, share in _taps(at, scale, mode, bool(align_corners)):
             read = gather_along(x, d, torch.minimum(position.clamp(min=0), n_in - 1), factors)
-            part = read.dense if share is None else read.dense * share.view([-1] + [1] * (x.dim() - d - 1))
-            total = part if total is None else total + part
-        x = result(total, with_dim(x.dims, d, factors), sizes)
+            parts.append(read.dense if share is None else read.dense * share.view([-1] + [1] * (x.dim() - d - 1)))
+        x = result(functools.reduce(torch.add, parts), with_dim(x.dims, d, factors), sizes)
     return x.like(x.dense.to(dtype).contiguous())
 
 

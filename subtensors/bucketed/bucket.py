@@ -33,7 +33,7 @@ from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.fallback import refusing_fallbacks
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
-from subtensors.padded.sized_plain_calls import SizedPlainCalls
+from subtensors.padded.sized_calls import SizedPlainCalls
 
 if TYPE_CHECKING:
     import sympy

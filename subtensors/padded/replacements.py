@@ -15,7 +15,7 @@ from torch.nn import functional
 from subtensors.dispatch.ops import linear_cross_entropy as torchs
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
@@ -103,7 +103,7 @@ def _chunked_by_torch(
     input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: _Options, options: object
 ) -> Tensor | None:
     """Run torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
-    x, labels = (unwrap_with_grad(t) if isinstance(t, PaddedTensor) else unpadded_value(t) for t in (input, target))
+    x, labels = (unwrap_with_grad(t) for t in (input, target))
     if x.dim() != 2 or x.is_padded(1) or labels.dim() < 1 or any(d > 0 for d in labels.padded_dims):
         return None
     sizes = merge_sizes([t.sizes for t in (x, labels) if t.sizes is not None])
@@ -138,8 +138,7 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise RuleError("PaddedTensor has no rule for scattering padded values into a plain tensor")
         copy = input.clone()
         assert isinstance(copy, PaddedTensor)
-        new = unwrap_with_grad(src) if isinstance(src, PaddedTensor) else unpadded_value(src)
-        write_view(copy, lambda x: view(x, *args, **kwargs), new)
+        write_view(copy, lambda x: view(x, *args, **kwargs), unwrap_with_grad(src))
         return copy
 
     return scattered
