@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def embedding_bag(
     return total / size.clamp(min=1) if mode == "mean" else total
 
 
-class _Options(TypedDict):
+class _Options(TypedDict, total=False):
     """Arguments that torch's function and its composition both take."""
 
     linear_bias: Tensor | None
@@ -80,17 +80,14 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: object = None,
+    **named: Unpack[_Options],
 ) -> Tensor:
     """Return the cross entropy of a linear layer; chunked by torch itself where `options` ask for it."""
-    named: _Options = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index}
     if options is not None:
-        known = (linear_weight, linear_bias, weight)
+        known = (linear_weight, named.get("linear_bias"), named.get("weight"))
         if label_smoothing == 0 and linear_weight.dim() == 2 and not any(isinstance(x, PaddedTensor) for x in known):
             loss = _chunked_by_torch(input, linear_weight, target, reduction, named, options)
             if loss is not None:
@@ -109,7 +106,8 @@ def _chunked_by_torch(
     sizes = merge_sizes([t.sizes for t in (x, labels) if t.sizes is not None])
     rows = broadcast_dim([x.dims[0], labels.dims[0]], sizes)
     is_soft = labels.dense.is_floating_point()
-    padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
+    ignored = named.get("ignore_index")
+    padding = 0 if is_soft else -100 if ignored is None else ignored
     states = x.with_bounded_padding() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
     targets = PaddedValue(labels.dense, (rows, *labels.dims[1:]), sizes).filled(padding)
     x.gradient_is_zero_if()
