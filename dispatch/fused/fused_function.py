@@ -303,11 +303,10 @@ class FusedFunction:
             if addresses is not None:
                 return plan, addresses
         plan = self._make_plan(call, columns)
-        if any(isinstance(executor, TritonExecutor) and executor.is_capturing() for _, executor in plan.groups):
-            # The memory that this plan puts on the device is filled at replay, so no eager call may use it.
-            return plan, [None] * len(columns)
-        plans.insert(0, plan)
-        del plans[self.MAX_PLANS :]
+        # What a plan that is captured puts on the device is filled at replay, so no eager call may use it.
+        if not any(isinstance(executor, TritonExecutor) and executor.is_capturing() for _, executor in plan.groups):
+            plans.insert(0, plan)
+            del plans[self.MAX_PLANS :]
         return plan, [None] * len(columns)
 
     @gc_paused()
@@ -338,9 +337,8 @@ class FusedFunction:
         return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, notes=notes)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
-        fallback = EagerExecutor(
-            self._function_of(call), key.reason or "tensors that are written overlap others in memory"
-        )
+        reason = key.reason or "tensors that are written overlap others in memory"
+        fallback = EagerExecutor(self._function_of(call), reason)
         if self.exchange is not None and (key.reason or not key.triton):
             raise RuleError(f"{self.name} of parts of tensors: {key.reason or f'no kernels on {key.device}'}")
         if key.reason:
@@ -397,9 +395,6 @@ def _result(spec: optree.PyTreeSpec, leaves: Leaves, call: FusedCall) -> PyTree:
         return spec.unflatten([None] * spec.num_leaves)
     if call.count is None:
         return spec.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
-    return spec.unflatten([None if leaf is None else _as_elements(leaf) for leaf in leaves])
-
-
-def _as_elements(leaf: list[PyTree]) -> TensorColumn | None:
-    """One leaf of the result over all elements; None where the function returned nothing."""
-    return None if all(value is None for value in leaf) else TensorColumn(leaf)
+    # A leaf is None where the function returned nothing, of any element.
+    columns = (None if leaf is None or all(v is None for v in leaf) else TensorColumn(leaf) for leaf in leaves)
+    return spec.unflatten(columns)

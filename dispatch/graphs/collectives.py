@@ -31,20 +31,22 @@ def is_reducer(module: nn.Module) -> bool:
     return isinstance(module, (nn.parallel.DistributedDataParallel, FullyShardedDataParallel))
 
 
-class Collectives(TorchDispatchMode):
-    """A mode that notes the first collective that is called in it."""
+class WatchedOps(TorchDispatchMode):
+    """A mode that shows each op to `note` before it runs, also those that composite functions and rules consist of."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.first = ""
-        """The name of its op; "" if there was none."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: functions that the program compiles itself stay compiled."""
         return True
+
+    def note(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> None:
+        """Look at a call of an op."""
+        raise NotImplementedError
 
     def __torch_dispatch__(
         self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
@@ -52,6 +54,19 @@ class Collectives(TorchDispatchMode):
         """Run one op."""
         if any(kind.__module__.startswith("subtensors.") for kind in types):
             return NotImplemented  # what it is made of comes here in its turn
-        if getattr(func, "namespace", "") in _NAMESPACES:
-            self.first = self.first or str(func)
+        self.note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class Collectives(WatchedOps):
+    """A mode that notes the first collective that is called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = ""
+        """The name of its op; "" if there was none."""
+
+    def note(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> None:
+        """Note a collective."""
+        if getattr(op, "namespace", "") in _NAMESPACES:
+            self.first = self.first or str(op)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from subtensors.dispatch.graphs.collectives import WatchedOps
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 
 _COPIES_TO_HOST = frozenset([Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__repr__])
@@ -86,7 +86,8 @@ class HostReads:
         self.first, self.line = name, program_line(frame)
 
 
-_OWN_FRAMES = (__name__, "torch.utils._python_dispatch", "torch.overrides", "torch._tensor", "torch._ops")
+_TORCHS = "torch.utils._python_dispatch torch.overrides torch._tensor torch._ops"
+_OWN_FRAMES = (__name__, WatchedOps.__module__, *_TORCHS.split())
 
 
 def program_line(frame: FrameType | None) -> str:
@@ -181,28 +182,15 @@ class _Functions(TorchFunctionMode):
             self.running = before
 
 
-class _Ops(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Ops(WatchedOps):
     def __init__(self, reads: HostReads, functions: _Functions) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._reads, self._functions = reads, functions
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: functions that the program compiles itself stay compiled."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> PyTree:
-        given = kwargs or {}
-        if any(kind.__module__.startswith("subtensors.") for kind in types):
-            return NotImplemented  # what it is made of comes here in its turn
+    def note(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> None:
         is_checked = self._functions.running in _CHECKS_ON_CPU
-        if isinstance(func, OpOverload) and not is_checked and _reads_values(func, args, given):
-            self._reads.note(self._reads.running() or str(func))
-        return func(*args, **given)
+        if isinstance(op, OpOverload) and not is_checked and _reads_values(op, args, kwargs):
+            self._reads.note(self._reads.running() or str(op))
 
 
 def _reads_values(op: OpOverload, args: Args, kwargs: Kwargs) -> bool:

@@ -130,6 +130,23 @@ def tree_find(kind: type | tuple[type, ...], tree: PyTree) -> list[PyTree]:
     return values
 
 
+def map_arguments(tree: PyTree, function: Callable[[PyTree], PyTree]) -> PyTree:
+    """Return the arguments of a call with each leaf replaced, the bounds of slices and the sizes of shapes included.
+
+    Example:
+        >>> map_arguments((torch.Size([2]), [slice(1, None)]), str)
+        (('2',), [slice('1', 'None', 'None')])
+    """
+    if isinstance(tree, slice):
+        return slice(*(map_arguments(bound, function) for bound in (tree.start, tree.stop, tree.step)))
+    if isinstance(tree, dict):
+        return {name: map_arguments(x, function) for name, x in tree.items()}
+    if isinstance(tree, tuple | list):
+        values = [map_arguments(x, function) for x in tree]
+        return values if isinstance(tree, list) else tuple(values)
+    return function(tree)
+
+
 def tree_has(kind: type, tree: PyTree) -> bool:
     """Return whether a value of a kind is in a pytree, the bounds of slices included.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import PyTree, tree_has
+from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
@@ -183,14 +183,7 @@ def map_sizes(tree: PyTree, function: Callable[[PaddedSize], PyTree]) -> PyTree:
     """Return the arguments of a call with each padded size replaced, in slices too."""
     if not tree_has(PaddedSize, tree):
         return tree
-    if isinstance(tree, slice):
-        return slice(*(map_sizes(bound, function) for bound in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, dict):
-        return {name: map_sizes(x, function) for name, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        listed = [map_sizes(x, function) for x in tree]
-        return listed if isinstance(tree, list) else tuple(listed)
-    return function(tree)
+    return map_arguments(tree, lambda x: function(x) if isinstance(x, PaddedSize) else x)
 
 
 def find_sizes(tree: PyTree) -> list[PaddedSize]:

@@ -1,102 +1,117 @@
 """Interpolation to a size that is padded, or of one, where the scale is a quotient of true sizes.
 
-Each dim is a product with a matrix of weights, of which a row has torch's own taps:
+Each dim of m positions is resized to n in turn. Both are true sizes on the device, so one captured graph serves all of
+them. An output reads a few inputs, its taps, each with a share, as torch computes them:
 
-    out[i] = sum over j of weight[i, j] x[j]        centre of i = (i + 1/2) n_in / n_out - 1/2
+    nearest    x[floor(i m / n)]
+    linear     x[j] (1 - t) + x[j + 1] t      j + t = max((i + 1/2) m / n - 1/2, 0)
+    cubic      four inputs around (i + 1/2) m / n - 1/2
 
-The matrix is made on the device, from true sizes, so one captured graph serves all of them.
+An antialiased filter grows with m / n, so it reads any number of inputs: it is a product with a matrix of shares.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, sizes_with
+from subtensors.dispatch.padded.offset_reads import gather_along
+from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression, value_at
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.sizes.dim_factors import with_dim
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
-LINEAR = ("linear", "bilinear", "trilinear")
-NEAREST = ("nearest", "nearest-exact")
+MODES = {
+    **dict.fromkeys(["nearest", "nearest-exact"], (1, 2, 3)),
+    "linear": (1,),
+    "bilinear": (2,),
+    "bicubic": (2,),
+    "trilinear": (3,),
+}
+"""The modes of `torch.nn.functional.interpolate`, and of how many dims each is."""
+
+Taps = list[tuple[Tensor, Tensor | None]]
+"""Positions that the outputs of a dim read, (bucket,) int64, and their shares; None for all of it."""
 
 
-def resampled(x: PaddedValue, size: Sequence[int], mode: str, align_corners: bool, antialias: bool) -> PaddedValue:
+def resampled(
+    x: PaddedValue, target: Sequence[int], mode: str, align_corners: bool | None, antialias: bool
+) -> PaddedValue:
     """Interpolate the dims after the second to some sizes.
 
     Args:
         x: the value, (rows, channels, ...).
-        size: one a dim, padded or not.
+        target: the size of each of these dims, padded or not.
         mode, align_corners, antialias: as `torch.nn.functional.interpolate` takes them.
 
     Raises:
-        UnsupportedCall: the sizes differ from row to row, or the mode has no rule.
+        UnsupportedCall: the sizes differ from row to row, or torch or no rule takes these options.
     """
-    if mode not in (*LINEAR, *NEAREST, "bicubic") or len(size) != x.dim() - 2:
-        raise UnsupportedCall(f"no rule interpolates by {mode} to padded sizes")
-    dtype = x.dense.dtype
-    wide = arithmetic_dtype(dtype)
-    for i, n in enumerate(size):
-        d = i + 2
-        sizes = sizes_with(x.sizes, n)
-        if sizes is None or sizes.rows is not None:
-            raise UnsupportedCall("sizes differ from row to row")
-        if x.is_padded(d):
-            prefix_size(x, d)
-        out_size = n.on_device() if isinstance(n, PaddedSize) else torch.full((), n, device=x.dense.device)
-        in_size = torch.as_tensor(x.size(d), device=x.dense.device)
-        positions = torch.arange(x.shape[d], device=x.dense.device)
-        weight = _weights(int(n), positions, out_size, in_size, wide, mode, align_corners, antialias)
-        values = torch.movedim(x.filled(0, [d]).to(wide), d, -1) @ weight.t()
-        dims = with_dim(x.dims, d, dim_of(n, sizes))
-        x = result(torch.movedim(values, -1, d), dims, sizes).gradient_masked()
+    dtype, rank, is_nearest = x.dense.dtype, x.dim() - 2, mode.startswith("nearest")
+    if rank != len(target) or rank not in MODES.get(mode, ()) or not (is_nearest or dtype.is_floating_point):
+        raise UnsupportedCall(f"no rule interpolates {rank} dims of {dtype} by {mode} to {len(target)} padded sizes")
+    if (is_nearest and align_corners is not None) or (antialias and mode not in ("bilinear", "bicubic")):
+        raise UnsupportedCall(f"interpolation by {mode} has no such options")
+    sizes = sizes_with(x.sizes, *target)
+    if sizes is None or sizes.rows is not None:
+        raise UnsupportedCall("sizes differ from row to row")
+    x = replace(x.like(x.dense.to(arithmetic_dtype(dtype))), sizes=sizes)
+    for d, size in enumerate(target, start=2):
+        before = prefix_size(x, d) if x.is_padded(d) else true_expression(x.shape[d])
+        after = true_expression(size)
+        if sizes.known_on_host and 0 in (value_at(n, sizes.assignment()) for n in (before, after)):
+            raise UnsupportedCall("a size is 0")
+        n_in, n_out = sizes.of(before), sizes.of(after)
+        scale = _scale(n_in, n_out, torch.float32 if is_nearest else x.dense.dtype, bool(align_corners))
+        at = torch.arange(int(size), device=scale.device).to(scale.dtype)
+        factors = dim_of(size, sizes)
+        if antialias:
+            shares = _antialiased(at, torch.arange(x.shape[d], device=at.device), scale, n_in, mode)
+            values = torch.movedim(x.filled(0, [d]), d, -1) @ shares.t()
+            x = result(torch.movedim(values, -1, d), with_dim(x.dims, d, factors), sizes).gradient_masked()
+            continue
+        parts = []
+        for position, share in _taps(at, scale, mode, bool(align_corners)):
+            read = gather_along(x, d, torch.minimum(position.clamp(min=0), n_in - 1), factors)
+            parts.append(read.dense if share is None else read.dense * share.view([-1] + [1] * (x.dim() - d - 1)))
+        x = result(functools.reduce(torch.add, parts), with_dim(x.dims, d, factors), sizes)
     return x.like(x.dense.to(dtype).contiguous())
 
 
-def _weights(
-    bucket: int,
-    inputs: Tensor,
-    out_size: Tensor,
-    in_size: Tensor,
-    dtype: torch.dtype,
-    mode: str,
-    align_corners: bool,
-    antialias: bool,
-) -> Tensor:
-    """The weight of each input, (bucket, inputs), in each output."""
-    at = torch.arange(bucket, device=inputs.device).to(dtype)
-    n_in, n_out = in_size.to(dtype), out_size.to(dtype).clamp(min=1)
-    scale = (n_in - 1) / (n_out - 1).clamp(min=1) if align_corners else n_in / n_out
-    if mode in NEAREST:
-        nearest = ((at + 0.5) * scale if mode == "nearest-exact" else at * scale).floor().long()
-        return (nearest.minimum(in_size - 1).unsqueeze(1) == inputs).to(dtype)
-    if antialias:
-        return _antialiased(at, inputs.to(dtype), scale, n_in, mode)
+def _scale(n_in: Tensor, n_out: Tensor, dtype: torch.dtype, align_corners: bool) -> Tensor:
+    """Return how many inputs an output is wide; torch computes it in float32 for nearest ones of float64, too."""
+    before, after = n_in.to(dtype), n_out.to(dtype)
+    return (before - 1) / (after - 1).clamp(min=1) if align_corners else before / after.clamp(min=1)
+
+
+def _taps(at: Tensor, scale: Tensor, mode: str, align_corners: bool) -> Taps:
+    if mode.startswith("nearest"):
+        return [(((at + 0.5) * scale if mode == "nearest-exact" else at * scale).floor().long(), None)]
     centre = at * scale if align_corners else (at + 0.5) * scale - 0.5
-    if mode in LINEAR:
+    if mode != "bicubic":
         centre = centre.clamp(min=0)
     first = centre.floor()
-    rest = centre - first
-    taps = {0: 1 - rest, 1: rest} if mode in LINEAR else {k: _cubic((rest - k).abs(), -0.75) for k in range(-1, 3)}
-    weight = torch.zeros(bucket, inputs.numel(), dtype=dtype, device=inputs.device)
-    for k, share in taps.items():
-        tap = (first.long() + k).clamp(min=0).minimum(in_size - 1)
-        weight = weight + torch.where(tap.unsqueeze(1) == inputs, share.unsqueeze(1), 0)
-    return weight
+    rest, position = centre - first, first.long()
+    if mode == "bicubic":
+        return [(position + k, _cubic((rest - k).abs(), -0.75)) for k in range(-1, 3)]
+    return [(position, 1 - rest), (position + 1, rest)]
 
 
 def _antialiased(at: Tensor, inputs: Tensor, scale: Tensor, n_in: Tensor, mode: str) -> Tensor:
-    """Weights of a filter that is as wide as an output is in inputs."""
+    """Return the share of each input in each output, (bucket, inputs), of a filter as wide as an output."""
+    is_linear = mode == "bilinear"
     width = scale.clamp(min=1)
-    support = (1 if mode in LINEAR else 2) * width
+    support = (1 if is_linear else 2) * width
     centre = ((at + 0.5) * scale).unsqueeze(1)
     first = (centre - support + 0.5).trunc().clamp(min=0)
-    last = (centre + support + 0.5).trunc().minimum(n_in)
+    last = torch.minimum((centre + support + 0.5).trunc(), n_in.to(at.dtype))
     distance = ((inputs - centre + 0.5) / width).abs()
-    share = (1 - distance).clamp(min=0) if mode in LINEAR else _cubic(distance, -0.5)
+    share = (1 - distance).clamp(min=0) if is_linear else _cubic(distance, -0.5)
     share = torch.where((inputs >= first) & (inputs < last), share, 0)
     total = share.sum(1, keepdim=True)
     return share / torch.where(total == 0, 1, total)

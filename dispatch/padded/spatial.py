@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.reduction_dims import min_value
-from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.pad_ops import pad_dim
-from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.padded.resize import resize
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import convolved, deconvolved, floor_divided, multiplied
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -159,10 +156,8 @@ MAX_EXACT_DENOMINATOR = 1024
 
 @table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()), across=True)
 def interpolate(call: PaddedCall) -> PaddedValue:
-    """Resize by scale factors, or to a padded size; another size would make the factor depend on the true size."""
+    """Resize by scale factors; a size would make the factor depend on the true size (`resampling.py`)."""
     x: PaddedValue = call["input"]
-    if tree_has(PaddedSize, call["output_size"]):
-        return resize(call, x, call["output_size"])
     over = range(2, x.dim())
     factors = call["scale_factors"]
     if factors is None or call.get("align_corners"):

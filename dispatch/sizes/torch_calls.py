@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, map_arguments
 
 MAX_ELEMENTS = 1 << 22
 """The most elements that the real tensors of one call have together."""
@@ -80,7 +80,7 @@ class TorchCall:
             return _Number(x.value.xreplace(names)) if isinstance(x, _Number) else x
 
         results = self.results and tuple(tuple(n.xreplace(names) for n in shape) for shape in self.results)
-        return TorchCall(self.function, _map(self.args, rename), _map(self.kwargs, rename), results)
+        return TorchCall(self.function, map_arguments(self.args, rename), map_arguments(self.kwargs, rename), results)
 
     def at(self, sizes: Sizes) -> TorchCall:
         """Return the call with numbers in place of symbols."""
@@ -99,7 +99,7 @@ class TorchCall:
         if sum(int(sympy.prod(shape)) for shape in shapes) > MAX_ELEMENTS:
             return None
         try:
-            args, kwargs = _map((self.args, self.kwargs), _real)
+            args, kwargs = map_arguments((self.args, self.kwargs), _real)
         except Exception:  # a dtype that the CPU has no zeros of
             return None
         if "device" in kwargs:
@@ -137,7 +137,7 @@ class RecordedCalls(TorchFunctionMode):
         self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         # What the call writes to may have another shape after it.
-        given, named = _map((args, kwargs or {}), self._place)
+        given, named = map_arguments((args, kwargs or {}), self._place)
         has_tensors = any(isinstance(x, _TensorLike) for x in _leaves((given, named)))
         if not has_tensors or getattr(func, "__name__", "") in _MOVES:
             return func(*args, **(kwargs or {}))
@@ -184,19 +184,7 @@ def _real(x: PyTree) -> PyTree:
     return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
-def _map(tree: PyTree, function: Callable[[PyTree], PyTree]) -> PyTree:
-    """Return the arguments of a call with each leaf replaced, in slices and shapes, too."""
-    if isinstance(tree, slice):
-        return slice(*(_map(bound, function) for bound in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, dict):
-        return {name: _map(x, function) for name, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        values = [_map(x, function) for x in tree]
-        return values if isinstance(tree, list) else tuple(values)
-    return function(tree)
-
-
 def _leaves(tree: PyTree) -> Sequence[PyTree]:
     found: list[PyTree] = []
-    _map(tree, found.append)
+    map_arguments(tree, found.append)
     return found

@@ -89,7 +89,7 @@ def saved_for_backward(
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    outs = _returned(graph)
+    outs = returned_nodes(graph)
     tangents = outs[results + gradients :]
     copy = torch.fx.Graph()
     twins: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -103,10 +103,10 @@ def saved_for_backward(
     joint = torch.fx.GraphModule(owner, copy)
     forward, _ = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=results)
     names = {twin.name: node for node, twin in twins.items()}
-    return [names[node.name] for node in _returned(forward.graph)[results:]]
+    return [names[node.name] for node in returned_nodes(forward.graph)[results:]]
 
 
-def _returned(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+def returned_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """Return the nodes that a graph returns."""
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 

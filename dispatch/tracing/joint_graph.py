@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from subtensors.dispatch.tracing import aten_trace
-from subtensors.dispatch.tracing.aten_trace import NotFunctional, mutates
+from subtensors.dispatch.tracing.aten_trace import NotFunctional, mutates, returned_nodes
 
 _VIEWS = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
 _ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -41,9 +41,9 @@ class ForwardBackward:
         own = dict(zip(traces[-1], traces[0], strict=True))
         chosen = [own[n] for n in aten_trace.saved_for_backward(traces[-1][0].graph, joint, results, gradients)]
         # The compiler chose among values; a backward that computes one of them in another node must find it.
-        first = _merge_equals(joint.graph, distinct=_outs(joint.graph)[results + gradients :])
+        first = _merge_equals(joint.graph, distinct=returned_nodes(joint.graph)[results + gradients :])
         chosen = [first[n] for n in chosen]
-        outs = _outs(joint.graph)
+        outs = returned_nodes(joint.graph)
         wanted, tangents = outs[results : results + gradients], outs[results + gradients :]
         inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
         # A backward may be random itself, or tagged so, as some of attention's are.
@@ -54,17 +54,13 @@ class ForwardBackward:
         self.backward_inputs = [i for i, n in enumerate(inputs) if n in needed]
         """The indices of the inputs that the backward takes, after the saved values and before the tangents."""
         _cast_in_products(joint.graph, wanted, distinct={*saved, *tangents})
-        outs = _outs(joint.graph)
+        outs = returned_nodes(joint.graph)
         wanted = outs[results : results + gradients]
         self.forward = _extracted(joint, inputs, [*outs[:results], *saved])
         self.backward = _extracted(joint, [*saved, *[inputs[i] for i in self.backward_inputs], *tangents], wanted)
         places = {node: i for i, node in enumerate(traces[0])}
         self.varying = [_varying([trace[places[n]] for trace in traces]) for n in [*saved, *tangents]]
         """The dims that differ between sizes, of each saved value and of each tangent."""
-
-
-def _outs(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def _first_argument(node: fx.Node) -> fx.Node:

@@ -33,7 +33,7 @@ from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.fallback import refusing_fallbacks
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
-from subtensors.padded.sized_plain_calls import SizedPlainCalls
+from subtensors.padded.sized_calls import SizedPlainCalls
 
 if TYPE_CHECKING:
     import sympy
@@ -282,17 +282,20 @@ class Bucket:
         Raises:
             Exception: it can't be captured.
         """
-        started = time.perf_counter()
         if self.pool is None:
             self.outputs = Outputs.of(None)
-            self.statistics.is_recorded = True
-            return
-        with capture_modes():
-            before = self.pool.bytes()
-            self.graph, outputs = self.pool.capture(lambda: self._run(None))
-            self.outputs = outputs.with_replaced(self.pool.non_owning_aliases(outputs.tensors()))
-            self.statistics.graph_bytes = self.pool.bytes() - before
+        else:
+            with capture_modes(), self.measured_capture(self.pool):
+                self.graph, outputs = self.pool.capture(lambda: self._run(None))
+                self.outputs = outputs.with_replaced(self.pool.non_owning_aliases(outputs.tensors()))
         self.statistics.is_recorded = True
+
+    @contextmanager
+    def measured_capture(self, pool: GraphPool) -> Iterator[None]:
+        """A context for a capture into a pool, which counts it, its time and its memory."""
+        before, started = pool.bytes(), time.perf_counter()
+        yield
+        self.statistics.graph_bytes = pool.bytes() - before
         self.statistics.captures += 1
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
 

@@ -31,7 +31,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from subtensors.arguments import flag
@@ -48,6 +47,7 @@ from subtensors.bucketed.calls.call_key import (
     leaf_key,
     shared_key,
     sizes_sharing,
+    why_not_replayable,
 )
 from subtensors.bucketed.calls.call_spec import CallSpec
 from subtensors.bucketed.calls.dim_spec import ArgumentDims
@@ -64,8 +64,7 @@ from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.bucketed.warmup import warmup_calls, with_progress
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import autograd, dispatcher, dynamo
-from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals import autograd, dynamo
 
 OnMiss = Literal["capture", "eager", "error"]
 
@@ -141,9 +140,7 @@ class Bucketed(Reports):
         def fall_back(reason: str, error: Exception | None = None) -> PyTree:
             return self._fall_back(reason, error, args, kwargs)
 
-        def answer() -> PyTree:
-            return self._answer(cached, leaves, args, kwargs)
-
+        answer = functools.partial(self._answer, cached, leaves, args, kwargs)
         return self.checker.answer_and_check(cached, leaves, answer, fall_back)
 
     def _add_call(
@@ -388,17 +385,6 @@ class Bucketed(Reports):
             self.call_cache.forget_values()
             if self._generation is not None:
                 self._generation.release()
-
-
-def why_not_replayable() -> str:
-    """Return the reason why no graph can be replayed in the current context, or "" if one can."""
-    if is_transforming():
-        return "it is inside a transform of torch.func, or forward-mode differentiation"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "it is part of a graph that is being captured"
-    if dispatcher.has_dispatch_mode():
-        return "a dispatch mode is around it, which is to see each op"
-    return ""
 
 
 dynamo.call_eagerly(Bucketed.__call__, "st.bucketed replays graphs of its own")

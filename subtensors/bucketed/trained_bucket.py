@@ -12,7 +12,6 @@ optimizer reads their `grad`. These, and tensors without an alias, get new nodes
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -173,8 +172,7 @@ class TrainedBucket(Bucket):
         input_writes = WriteDetector(padded[source.leaf] for source in spec.inputs)
         uncopied_writes = WriteDetector(self.callers_tensors())
 
-        # On the caller's stream, which its backward is on as well.
-        with self.watched():
+        with self.watched():  # on the caller's stream, which its backward is on as well
             results, structure = self._run_tracked(padded, leaves)
         state.note_writes(versions)
         with torch.no_grad():
@@ -184,15 +182,13 @@ class TrainedBucket(Bucket):
             self.load(leaves, spec.sizes)
         roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         self.is_differentiable = bool(roots)
-        if self.no_graph_reason:
-            self.drop()
-        elif roots and steps.any():
+        if not self.no_graph_reason and roots and steps.any():
             self.no_graph_reason = (
                 "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             )
-            self.drop()
-        elif input_writes.any() or (roots and uncopied_writes.any()):
+        elif not self.no_graph_reason and (input_writes.any() or (roots and uncopied_writes.any())):
             self.no_graph_reason = "it writes to its arguments, and autograd tracks it"
+        if self.no_graph_reason:
             self.drop()
         elif roots:
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
@@ -266,28 +262,25 @@ class TrainedBucket(Bucket):
     def _capture_graphs(self, pool: GraphPool) -> None:
         if not self.is_differentiable and (reason := self.state.no_capture_reason()):
             raise NotDifferentiable(reason)
-        before = pool.bytes()
-        started = time.perf_counter()
         for t in self.grad_tensors_in_place():
             if id(t) not in self.aliases and type(t) in (Tensor, nn.Parameter):
                 autograd.reset_grad_accumulator(t)
         self.effects = SideEffects(self.state)
-        with self.effects.noted(caller_runs_backward=self.is_differentiable):
-            self.graph, outputs = pool.capture(self._forward)
-        self._set_outputs(outputs)
-        del outputs
-        self.is_differentiable = bool(self.roots_at)
-        self.gradients = []
-        if self.is_differentiable:
-            self.backward_graph, self.gradients = pool.capture(self._run_backward)
-        self._detach_outputs()
-        assert self.outputs is not None
-        replacements = pool.non_owning_aliases([*self.outputs.tensors(), *[g for g in self.gradients if g is not None]])
-        self.outputs = self.outputs.with_replaced(replacements)
-        self.gradients = [None if g is None else replacements.get(g, g) for g in self.gradients]
-        self.statistics.graph_bytes = pool.bytes() - before
-        self.statistics.captures += 1
-        self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
+        with self.measured_capture(pool):
+            with self.effects.noted(caller_runs_backward=self.is_differentiable):
+                self.graph, outputs = pool.capture(self._forward)
+            self._set_outputs(outputs)
+            del outputs
+            self.is_differentiable = bool(self.roots_at)
+            self.backward_graph, self.gradients = None, []
+            if self.is_differentiable:
+                self.backward_graph, self.gradients = pool.capture(self._run_backward)
+            self._detach_outputs()
+            assert self.outputs is not None
+            found = [*self.outputs.tensors(), *[g for g in self.gradients if g is not None]]
+            replacements = pool.non_owning_aliases(found)
+            self.outputs = self.outputs.with_replaced(replacements)
+            self.gradients = [None if g is None else replacements.get(g, g) for g in self.gradients]
 
     def _set_outputs(self, outputs: Outputs) -> None:
         self.outputs = outputs

@@ -261,45 +261,34 @@ def _class_loss(
     )
 
 
-def _only_dim(dim: object) -> int | None:
-    """Return the one dim of a reduction; None for others."""
-    dims = [dim] if isinstance(dim, int) else dim
-    return dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else None
+def _over_classes(
+    record_value: Callable[..., LazyValue | None], options: Collection[str] = ()
+) -> Callable[..., Tensor | None]:
+    """Return the fast path of a reduction over the classes.
+
+    Args:
+        record_value: records it, given a value, its one dim, `keepdim` and options.
+        options: the names of these.
+    """
+
+    def reduced(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **given: object) -> Tensor | None:
+        dims = [dim] if isinstance(dim, int) else dim
+        if not isinstance(input, LazyTensor) or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+            return None
+        if not given.keys() <= set(options):
+            return None
+        value = alias_ref(input).value
+        return _as_user_tensor(kind, lambda: record_value(value, dims[0], keepdim, **given))
+
+    return reduced
 
 
-def _logsumexp(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **others: object) -> Tensor | None:
-    """`torch.logsumexp` over the classes."""
-    only = _only_dim(dim)
-    if not isinstance(input, LazyTensor) or others or only is None:
-        return None
-    value, grad = alias_ref(input).value, torch.is_grad_enabled()
-    return _as_user_tensor(kind, lambda: record_log_sum_exp(value, only, keepdim, grad))
-
-
-def _sum(
-    kind: Kind,
-    input: object,
-    dim: object = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    **others: object,
-) -> Tensor | None:
-    """`torch.sum` over the classes of a value with a softmax as its factor: an entropy or an expectation."""
-    only = _only_dim(dim)
-    if not isinstance(input, LazyTensor) or others or only is None:
-        return None
-    value, grad = alias_ref(input).value, torch.is_grad_enabled()
-    return _as_user_tensor(kind, lambda: record_class_sum(value, only, keepdim, dtype, grad))
-
-
-def _argmax(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **others: object) -> Tensor | None:
-    """`torch.argmax` over the classes of a linear layer."""
-    only = _only_dim(dim)
-    if not isinstance(input, LazyTensor) or others or only is None:
-        return None
-    value = alias_ref(input).value
-    return _as_user_tensor(kind, lambda: record_argmax(value, only, keepdim))
+_logsumexp = _over_classes(lambda value, dim, keepdim: record_log_sum_exp(value, dim, keepdim, torch.is_grad_enabled()))
+_sum = _over_classes(
+    lambda value, dim, keepdim, dtype=None: record_class_sum(value, dim, keepdim, dtype, torch.is_grad_enabled()),
+    options=["dtype"],
+)
+_argmax = _over_classes(record_argmax)
 
 
 def _gather(kind: Kind, input: object, dim: object, index: object, **others: object) -> Tensor | None:
@@ -378,39 +367,22 @@ def _add_backward_hook(x: LazyTensor, hook: Callable[[Tensor], Tensor]) -> None:
         layout.axis.add_backward_hook(hook)
 
 
-# Answered by the tensor's own metadata, without its values.
-_METADATA_QUERIES = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.stride,
-    torch.Tensor.numel,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.element_size,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
+def _methods(names: str) -> set[object]:
+    return {getattr(Tensor, name) for name in names.split()}
+
+
+_METADATA_QUERIES = {torch.is_floating_point, torch.is_complex, torch.numel} | _methods(
+    "size dim stride numel is_floating_point is_complex element_size is_contiguous __len__ __hash__"
+)
+"""Functions that the tensor's own metadata answers, without its values."""
 
 _VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
-# Functions that need the memory or the numbers.
-_READS_MEMORY = {
-    torch.Tensor.backward,
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.__array__,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__reduce_ex__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.__iter__,
-    torch.Tensor.__contains__,
-}
+_READS_MEMORY = _methods(
+    """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__ __iter__
+    __contains__"""
+)
+"""Functions that need the memory or the numbers."""
 
 _OTHERS_GRADIENT = "its gradient goes to the tensor that was chunked; call it on that, or on realize()"
 _NO_MEMORY = "it has no memory of its own; call it on realize()"

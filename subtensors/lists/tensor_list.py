@@ -25,7 +25,7 @@ from subtensors.lists import compiled_autograd
 from subtensors.lists.conversions import NoSingleValue, describe
 from subtensors.lists.dynamo_metadata import teach_compiler
 from subtensors.lists.packing import ElementAddresses, PackedLayout, are_private, pack
-from subtensors.lists.tree_structure import Structure, flatten_tensors, indexes_each, select_leaves
+from subtensors.lists.tree_structure import Structure, check_elements, flatten_tensors, indexes_each, select_leaves
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class TensorList(NoSingleValue, torch.Tensor):
     """True for a traced list whose elements require grad, if the list can't be connected to them."""
     _edges: list[compiled_autograd.Edge]
 
-    # How calls run is decided in `torch_function.py`, which imports this file and sets these.
     _run_function: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
     _run_overload: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
     _run_in_compiler: ClassVar[Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]]
@@ -117,13 +116,7 @@ class TensorList(NoSingleValue, torch.Tensor):
             >>> TensorList([torch.ones(2)]).like([torch.zeros(3)]).shape
             [torch.Size([3])]
         """
-        if not isinstance(tensors, list | tuple | TensorList):
-            raise TypeError(f"like takes a list of tensors, got {shown(tensors)}")
-        if len(tensors) != len(self):
-            raise ValueError(f"{len(self)} tensors expected, one an element; got {len(tensors)}")
-        for t in tensors:
-            if not isinstance(t, torch.Tensor) or isinstance(t, TensorList):
-                raise TypeError(f"like takes a list of tensors, one of them is {shown(t)}")
+        check_elements(tensors, len(self), list_type=TensorList)
         return _of_elements(list(tensors), self.treespec)
 
     def tree(self) -> PyTree:
@@ -176,8 +169,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     @property
     def arena(self) -> PackedLayout | None:
         """The layout of a packed list; None for an unpacked one, or once an element left it."""
-        layout, flats, elements = self._layout, self._flats, self._elements
-        if layout and flats and elements and not self._in_place(layout, flats, elements):
+        if self._layout and self._flats and self._elements and not self._is_in_place(self._layout, self._flats):
             _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
             self._flats = self._layout = self._addresses = None
         return self._layout
@@ -189,12 +181,11 @@ class TensorList(NoSingleValue, torch.Tensor):
             raise ValueError("this TensorList is not packed; call .pack()")
         return self._flats
 
-    def _in_place(self, layout: PackedLayout, flats: list[torch.Tensor], elements: list[torch.Tensor]) -> bool:
+    def _is_in_place(self, layout: PackedLayout, flats: list[torch.Tensor]) -> bool:
         if type(flats[0]) is not torch.Tensor:
             return True  # traced tensors have no address, and no one can set their .data
-        if self._addresses is None:
-            self._addresses = ElementAddresses(layout, flats)
-        return self._addresses.match(elements)
+        self._addresses = ElementAddresses(layout, flats) if self._addresses is None else self._addresses
+        return self._addresses.match(self._elements or [])
 
     def any_requires_grad(self) -> bool:
         """Return whether an element requires grad; for a packed list, as of the last full check of its addresses."""
@@ -312,11 +303,10 @@ class TensorList(NoSingleValue, torch.Tensor):
         # At run time compiled code reads the size from the list itself, which returns those of its elements.
         size = outer_size if isinstance(outer_size[0], int | torch.SymInt) else None
         structure, is_unconnected = context
-        out = (
-            of_flats(inner, structure, size)
-            if isinstance(structure, PackedLayout)
-            else _of_elements(inner, structure.treespec, size)
-        )
+        if isinstance(structure, PackedLayout):
+            out = of_flats(inner, structure, size)
+        else:
+            out = _of_elements(inner, structure.treespec, size)
         out._is_unconnected = is_unconnected
         if is_unconnected and type(inner[0]) in PLAIN_TYPES:
             raise RuleError(
@@ -375,29 +365,30 @@ class TensorList(NoSingleValue, torch.Tensor):
         return f"{structure} {self._is_unconnected}"
 
 
-def _of_elements(tensors: list[torch.Tensor], treespec: optree.PyTreeSpec, size: Size | None = None) -> TensorList:
-    return _wrapper(treespec, size, tensors[0] if tensors else None, tensors)
+def _of_elements(
+    tensors: list[torch.Tensor] | None,
+    treespec: optree.PyTreeSpec,
+    size: Size | None = None,
+    first: torch.Tensor | None = None,
+) -> TensorList:
+    """Make a list of elements; `first` tells the dtype and device of one that has none of its own yet."""
+    first = tensors[0] if tensors else first
+    dtype, device = (torch.get_default_dtype(), torch.device("cpu")) if first is None else (first.dtype, first.device)
+    # To the compiler a list is a vector of its elements: len, iteration and indexing mean the same there.
+    with torch._C.DisableTorchFunctionSubclass():
+        out = torch.Tensor._make_wrapper_subclass(
+            TensorList, size or (treespec.num_leaves,), dtype=dtype, device=device
+        )
+    out.treespec, out._elements = treespec, tensors
+    out._flats = out._layout = out._addresses = None
+    out._aliases, out._is_unconnected, out._edges = {}, False, []
+    return out
 
 
 def of_flats(flats: list[torch.Tensor], layout: PackedLayout, size: Size | None = None) -> TensorList:
     """Make the packed list that stores these flats."""
-    out = _wrapper(layout.treespec, size, flats[layout.groups[0]], None)
+    out = _of_elements(None, layout.treespec, size, flats[layout.groups[0]])
     out._flats, out._layout = flats, layout
-    return out
-
-
-def _wrapper(
-    treespec: optree.PyTreeSpec, size: Size | None, first: torch.Tensor | None, elements: list[torch.Tensor] | None
-) -> TensorList:
-    dtype, device = (torch.get_default_dtype(), torch.device("cpu")) if first is None else (first.dtype, first.device)
-    # To the compiler a list is a vector of its elements: len, iteration and indexing mean the same there.
-    size = (treespec.num_leaves,) if size is None else size
-    with torch._C.DisableTorchFunctionSubclass():
-        out = torch.Tensor._make_wrapper_subclass(TensorList, size, dtype=dtype, device=device)
-    out.treespec = treespec
-    out._elements = elements
-    out._flats = out._layout = out._addresses = None
-    out._aliases, out._is_unconnected, out._edges = {}, False, []
     return out
 
 

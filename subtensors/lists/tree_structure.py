@@ -55,6 +55,17 @@ def leaf_name(spec: optree.PyTreeSpec, index: int) -> str:
     return path_name(tuple(spec.paths()[index]))
 
 
+def check_elements(tensors: object, count: int, list_type: type[torch.Tensor]) -> None:
+    """Raise TypeError or ValueError unless these are as many tensors as a list has, none of them a list itself."""
+    if not isinstance(tensors, list | tuple | list_type):
+        raise TypeError(f"like takes a list of tensors, got {shown(tensors)}")
+    if len(tensors) != count:
+        raise ValueError(f"{count} tensors expected, one an element; got {len(tensors)}")
+    for t in tensors:
+        if not isinstance(t, torch.Tensor) or isinstance(t, list_type):
+            raise TypeError(f"like takes a list of tensors, one of them is {shown(t)}")
+
+
 def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
     """Return a pytree's tensors in order and its structure.
 

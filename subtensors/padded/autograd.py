@@ -6,18 +6,20 @@ tensor of the bucket shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
-from subtensors.padded.views import refresh_view, track_plain_views
+from subtensors.padded.views import refresh_view, remember_views, track_plain_views
 
 
 def wrap_with_grad(value: PaddedValue) -> Tensor:
@@ -27,12 +29,21 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def unwrap_with_grad(x: PaddedTensor) -> PaddedValue:
-    """The value of a PaddedTensor, whose storage autograd tracks if the tensor requires grad."""
-    if x._view_source is not None:
+def wrap_result(value: PaddedValue, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Tensor:
+    """The same for the result of a call, which a view remembers."""
+    result = wrap_with_grad(value)
+    if value.view:
+        is_plain_view = value.view == "alias" and not isinstance(result, PaddedTensor)
+        remember_views(func, args, kwargs, result, [result] if is_plain_view else [])
+    return result
+
+
+def unwrap_with_grad(x: Tensor) -> PaddedValue:
+    """The value of a tensor; the storage of a PaddedTensor is one that autograd tracks if the tensor requires grad."""
+    if isinstance(x, PaddedTensor) and x._view_source is not None:
         x = refresh_view(x)
     value = unwrap(x)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if isinstance(x, PaddedTensor) and torch.is_grad_enabled() and x.requires_grad:
         tracker = GradientTracker()
         return replace(value, dense=Unwrap.apply(x, tracker), tracker=tracker)  # type: ignore[no-untyped-call]
     return value
@@ -88,7 +99,7 @@ class Wrap(torch.autograd.Function):
         """Return the storage of the gradient; a plain gradient has the bucket's shape already."""
         gradient = gradients[0]
         ctx.tracker.outside[ctx.index] = isinstance(gradient, PaddedTensor) and gradient._fill == 0
-        return (unwrap_with_grad(gradient).dense if isinstance(gradient, PaddedTensor) else gradient), None
+        return unwrap_with_grad(gradient).dense, None
 
 
 def dense_of(x: PaddedTensor) -> Tensor:

@@ -33,9 +33,8 @@ from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.dispatch.torch_internals.ops import schema_of
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.autograd import unwrap_with_grad, wrap_result
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
-from subtensors.padded.views import remember_views
 
 aten = torch.ops.aten
 
@@ -144,11 +143,7 @@ def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
         out: PaddedValue = rules.run_call(call)
     if key is not None:
         _cache_outcome(key, call, out)
-    result = wrap_with_grad(out)
-    if out.view:
-        is_plain_view = out.view == "alias" and not isinstance(result, PaddedTensor)
-        remember_views(func, args, kwargs, result, [result] if is_plain_view else [])
-    return result
+    return wrap_result(out, func, args, kwargs)
 
 
 def _accepts(op: OpOverload, args: Args, kwargs: Kwargs) -> bool:

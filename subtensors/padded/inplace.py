@@ -113,7 +113,7 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: Pad
     base = unwrap_with_grad(x)
     numbers = torch.arange(base.dense.numel(), device=base.dense.device).view(base.shape)
     selected = view(make_padded(base.like(numbers)))
-    at = unwrap(selected) if isinstance(selected, PaddedTensor) else unpadded_value(selected)
+    at = unwrap(selected)
     dims, sizes = broadcast([at, new])
     if len(dims) != at.dim():
         raise UnsupportedCall(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")

@@ -22,7 +22,7 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_on_host, size_symbol
@@ -327,8 +327,10 @@ def make_padded(value: PaddedValue) -> PaddedTensor:
     return out  # type: ignore[no-any-return]
 
 
-def unwrap(x: PaddedTensor) -> PaddedValue:
-    """The value of a PaddedTensor as the rules see it."""
+def unwrap(x: Tensor) -> PaddedValue:
+    """The value of a tensor as the rules see it."""
+    if not isinstance(x, PaddedTensor):
+        return unpadded_value(x)
     return PaddedValue(x._dense, x._dims, x._sizes, fill_of(x), x._view, x._tracker)
 
 

@@ -17,7 +17,7 @@ from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
-from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -164,15 +164,21 @@ def _pad_one(t: Tensor, dims: Mapping[int, Dim], value: Number) -> PaddedValue:
     padded = {d: dim for d, dim in dims.items() if agreement.bind(dim, t.shape[d], f"dim {d}")}
     if not padded:
         return PaddedValue(t, static_dims(t.shape))
-    distinct = list(dict.fromkeys(padded.values()))
+    sizes, factors = _padded_dims(t, padded, agreement)
+    dense = pad_to(t, tuple(map(bucket_of, factors)), value)
+    return PaddedValue(dense, factors, sizes, None if value != value else value)
+
+
+def _padded_dims(t: Tensor, dims: Mapping[int, Dim], agreement: SizeAgreement) -> tuple[TrueSizes, tuple[Factors, ...]]:
+    """Return the true sizes of Dims, and the dims of a tensor of which some are padded on them."""
+    distinct = list(dict.fromkeys(dims.values()))
     host = tuple(agreement.sizes[dim] for dim in distinct)
-    buckets = tuple(dim.bucket(int(n)) for dim, n in zip(distinct, host, strict=True))  # type: ignore[arg-type]
-    sizes = true_sizes(distinct, buckets, host, t.device)
+    largest = [n if isinstance(n, int) else max(n) for n in host]
+    buckets = {dim: dim.bucket(n) for dim, n in zip(distinct, largest, strict=True)}
     factors = list(static_dims(t.shape))
-    for d, dim in padded.items():
-        factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
-    shape = tuple(map(bucket_of, factors))
-    return PaddedValue(pad_to(t, shape, value), tuple(factors), sizes, None if value != value else value)
+    for d, dim in dims.items():
+        factors[d] = padded_dim(buckets[dim], dim.symbol)
+    return true_sizes(distinct, [*buckets.values()], host, t.device), tuple(factors)
 
 
 def _pad_rows(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) -> PaddedValue:
@@ -196,13 +202,7 @@ def _pad_rows(rows: Sequence[Tensor], dims: Mapping[int, Dim], value: Number) ->
             longest = max(*lengths, 1)
             dims = {**dims, d: Dim(f"{dim.name}_{d}_of_{longest}", max=longest, buckets=[longest])}
             agreement.bind(dims[d], lengths, f"dim {d}")
-    distinct = list(dict.fromkeys(dims.values()))
-    host = tuple(agreement.sizes[dim] for dim in distinct)
-    buckets = tuple(dim.bucket(max(lengths)) for dim, lengths in zip(distinct, host, strict=True))  # type: ignore[arg-type]
-    sizes = true_sizes(distinct, buckets, host, first.device)
-    factors = list(static_dims(first.shape))
-    for d, dim in dims.items():
-        factors[d] = padded_dim(buckets[distinct.index(dim)], dim.symbol)
+    sizes, factors = _padded_dims(first, dims, agreement)
     shape = tuple(map(bucket_of, factors))
     padding = [ValidLength(d + 1, sizes.of(dim.symbol)) for d, dim in dims.items()]
     dense = pad_list(rows, (len(rows), *shape), padding, value)

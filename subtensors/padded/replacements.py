@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 from subtensors.dispatch.ops import linear_cross_entropy as torchs
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
+from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
@@ -67,7 +67,7 @@ def embedding_bag(
     return total / size.clamp(min=1) if mode == "mean" else total
 
 
-class _Options(TypedDict):
+class _Options(TypedDict, total=False):
     """Arguments that torch's function and its composition both take."""
 
     linear_bias: Tensor | None
@@ -80,17 +80,14 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: object = None,
+    **named: Unpack[_Options],
 ) -> Tensor:
     """Return the cross entropy of a linear layer; chunked by torch itself where `options` ask for it."""
-    named: _Options = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index}
     if options is not None:
-        known = (linear_weight, linear_bias, weight)
+        known = (linear_weight, named.get("linear_bias"), named.get("weight"))
         if label_smoothing == 0 and linear_weight.dim() == 2 and not any(isinstance(x, PaddedTensor) for x in known):
             loss = _chunked_by_torch(input, linear_weight, target, reduction, named, options)
             if loss is not None:
@@ -103,13 +100,14 @@ def _chunked_by_torch(
     input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, named: _Options, options: object
 ) -> Tensor | None:
     """Run torch's own function on storages whose padding adds nothing; None where more than the rows is padded."""
-    x, labels = (unwrap_with_grad(t) if isinstance(t, PaddedTensor) else unpadded_value(t) for t in (input, target))
+    x, labels = (unwrap_with_grad(t) for t in (input, target))
     if x.dim() != 2 or x.is_padded(1) or labels.dim() < 1 or any(d > 0 for d in labels.padded_dims):
         return None
     sizes = merge_sizes([t.sizes for t in (x, labels) if t.sizes is not None])
     rows = broadcast_dim([x.dims[0], labels.dims[0]], sizes)
     is_soft = labels.dense.is_floating_point()
-    padding = 0 if is_soft else -100 if named["ignore_index"] is None else named["ignore_index"]
+    ignored = named.get("ignore_index")
+    padding = 0 if is_soft else -100 if ignored is None else ignored
     states = x.with_bounded_padding() if x.dims[0] == rows else PaddedValue(x.dense, (rows, x.dims[1]), sizes).filled(0)
     targets = PaddedValue(labels.dense, (rows, *labels.dims[1:]), sizes).filled(padding)
     x.gradient_is_zero_if()
@@ -138,8 +136,7 @@ def _scattered(view: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise RuleError("PaddedTensor has no rule for scattering padded values into a plain tensor")
         copy = input.clone()
         assert isinstance(copy, PaddedTensor)
-        new = unwrap_with_grad(src) if isinstance(src, PaddedTensor) else unpadded_value(src)
-        write_view(copy, lambda x: view(x, *args, **kwargs), new)
+        write_view(copy, lambda x: view(x, *args, **kwargs), unwrap_with_grad(src))
         return copy
 
     return scattered

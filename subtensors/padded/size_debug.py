@@ -23,7 +23,7 @@ from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.expressions import Size
 from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.sized_calls import OF_BUCKETS
+from subtensors.padded.sized_calls import OF_BUCKETS, VALUES
 
 active_modes: list[TorchFunctionMode] = []
 """The debug modes that are on."""
@@ -65,8 +65,7 @@ class WatchedSize(PaddedSize):
 
     def __bool__(self) -> bool:
         """Return whether the bucket's number is not zero, with a warning where the true one would decide otherwise."""
-        is_own = str(sys._getframe(1).f_globals.get("__name__")).startswith("subtensors.")
-        if not is_own and active_modes and self.decides_otherwise(int.__ne__, 0):
+        if not _is_own_caller() and active_modes and self.decides_otherwise(int.__ne__, 0):
             self.warn("a branch")
         return int(self) != 0
 
@@ -129,13 +128,6 @@ def _converting(name: str) -> Callable[..., object]:
     return method
 
 
-def _decides(self: WatchedSize) -> bool:
-    """Return whether the bucket's number isn't zero, with a warning where the true one decides otherwise."""
-    if not _is_own_caller() and active_modes and self.decides_otherwise(int.__ne__, 0):
-        self.warn("a truth value")
-    return int.__bool__(self)
-
-
 def _is_own_caller() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("subtensors.")
 
@@ -161,18 +153,9 @@ for _name in _MIXED.split():
     setattr(WatchedSize, f"__{_name}__", _warning(f"__{_name}__"))
 for _name in "float round trunc floor ceil invert".split():
     setattr(WatchedSize, f"__{_name}__", _converting(f"__{_name}__"))
-WatchedSize.__bool__ = _decides  # type: ignore[method-assign, assignment]
 for _name in "lt le gt ge eq ne".split():
     setattr(WatchedSize, f"__{_name}__", _comparing(f"__{_name}__"))
 WatchedSize.__hash__ = int.__hash__  # type: ignore[assignment]
-
-
-_OPERATIONS = {"__getitem__": "slicing a plain tensor"} | dict.fromkeys(
-    """add sub mul div floor_divide pow remainder __rsub__ __rdiv__ __rpow__ __rfloordiv__ __rmod__ __add__ __radd__
-    __sub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __div__""".split(),
-    "arithmetic",
-)
 
 
 _RESHAPES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])
@@ -214,16 +197,17 @@ class _Watch(TorchFunctionMode):
                 if isinstance(size, WatchedSize):
                     size.warn("len(x)")
         else:
+            operation = "slicing" if name == "__getitem__" else "arithmetic" if name in VALUES else name
             is_plain = not any(issubclass(kind, PaddedTensor) for kind in types)
             for size in find_sizes((args, kwargs or {})):
                 if isinstance(size, WatchedSize) and is_plain:
-                    size.warn(_OPERATIONS.get(name, f"{name} of plain tensors"))
+                    size.warn(f"{operation} of plain tensors")
                 elif (
                     isinstance(size, WatchedSize)
                     and ops.is_in_compiled_function()
                     and not _is_same_compiled(func, args)
                 ):
-                    size.warn(f"{_OPERATIONS.get(name, name)} in compiled code")
+                    size.warn(f"{operation} in compiled code")
         return func(*args, **(kwargs or {}))
 
 

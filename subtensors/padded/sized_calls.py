@@ -2,29 +2,38 @@
 
 A padded size is an int, and torch's parser would make the bucket's number of it. So the functions here skip the parser,
 and their rules get the sizes themselves. Where a size is a value, as in a division, the true size takes its place, as
-a tensor on the device. A function that is not listed runs at the true sizes (`fallback.py`).
+a tensor on the device. A function of a PaddedTensor that is not listed runs at the true sizes (`fallback.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
 from subtensors.dispatch.padded import rules
-from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.padded_size import PaddedSize, map_sizes, true_expression
-from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_size import (
+    PaddedSize,
+    dim_of,
+    find_sizes,
+    map_sizes,
+    sizes_with,
+    true_expression,
+)
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.resampling import resampled
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.dispatch.sizes.dim_factors import bucket_of
+from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
+from subtensors.padded.autograd import unwrap_with_grad, wrap_result, wrap_with_grad
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.views import remember_views
 
 aten = torch.ops.aten
 
@@ -48,6 +57,15 @@ OPS: dict[Callable[..., PyTree], OpOverload] = {
     functional.pad: aten.pad.default,
 }
 """Functions whose arguments are those of one op."""
+
+FILLED: dict[Callable[..., PyTree], float | None] = {
+    torch.zeros: 0,
+    torch.ones: 1,
+    torch.empty: None,
+    torch.rand: None,
+    torch.randn: None,
+}
+"""Factories of a list of sizes, or of as many arguments, and what their results hold."""
 
 OF_BUCKETS: frozenset[Callable[..., PyTree]] = frozenset(
     [
@@ -78,17 +96,18 @@ WHOLE_MAXIMA: dict[Callable[..., PyTree], int] = {
 }
 """The same, of maxima."""
 
-_VALUES = frozenset(
+VALUES = frozenset(
     """add sub subtract mul multiply div divide true_divide floor_divide pow remainder fmod rsub eq ne lt le gt ge
     maximum minimum where masked_fill clamp clamp_min clamp_max clip less greater less_equal greater_equal not_equal
     float_power __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__
     __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__
     __imul__ __itruediv__ __idiv__""".split()
 )
+"""The names of functions in which a size is a value, like any other number."""
 
 
 def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    """Run a function that has a PaddedTensor and a padded size among its arguments.
+    """Run a function that has a padded size among its arguments, of padded or plain tensors.
 
     Raises:
         RuleError: no rule takes the size.
@@ -96,17 +115,17 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     name = getattr(func, "__name__", "")
     if func is functional.interpolate:
         return _resampled(*args, **kwargs)
-    if args and isinstance(args[0], PaddedTensor):
+    if args and isinstance(args[0], Tensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
-        if func is Tensor.__setitem__ and not tree_has(PaddedSize, args[2:]):
+        if func is Tensor.__setitem__ and isinstance(args[0], PaddedTensor) and not tree_has(PaddedSize, args[2:]):
             return assign_at_index(*args)
         if func in SHAPE_OPS:
             if len(args) > 1 and isinstance(args[1], int):
                 args = args[0], args[1:]
-            return _run(SHAPE_OPS[func], args, kwargs)
+            return _run(SHAPE_OPS[func], *args, **kwargs)
         if func in OPS:
-            return _run(OPS[func], args, kwargs)
+            return _run(OPS[func], *args, **kwargs)
     is_pool = (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2
     if is_pool and {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1}):
         pooled = _pooled_over_all(func, *args)
@@ -114,31 +133,9 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             return pooled
     if func in OF_BUCKETS:
         return func(*map_sizes(args, int), **map_sizes(kwargs, int))
-    if name in _VALUES or name.removesuffix("_") in _VALUES:
+    if name in VALUES or name.removesuffix("_") in VALUES:
         return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
-
-
-def run_on_plain_tensor(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    """Run a function that has a padded size among its arguments, and no PaddedTensor.
-
-    Returns:
-        The result; NotImplemented for a function that isn't known to take sizes.
-
-    Raises:
-        RuleError: no rule takes the size.
-    """
-    name = getattr(func, "__name__", "")
-    if func is Tensor.__getitem__:
-        return _indexed(*args)
-    if func in SHAPE_OPS:
-        listed = (args[0], args[1:]) if len(args) > 1 and isinstance(args[1], int) else args
-        return _run(SHAPE_OPS[func], listed, kwargs)
-    if func in OPS:
-        return _run(OPS[func], args, kwargs)
-    if name in _VALUES or name.removesuffix("_") in _VALUES:
-        return func(*map_sizes(args, PaddedSize.on_device), **map_sizes(kwargs, PaddedSize.on_device))
-    return NotImplemented
 
 
 def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Sequence[int]) -> Tensor | None:
@@ -163,60 +160,18 @@ def _resampled(
     antialias: bool = False,
 ) -> Tensor:
     """Run `F.interpolate` to sizes of which some are padded, of any tensor."""
-    if size is None or scale_factor is not None:
+    if size is None or scale_factor is not None or recompute_scale_factor:
         raise RuleError("PaddedTensor has no rule for interpolate with a padded size and a factor")
-    listed = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
-    try:
-        return wrap_with_grad(resampled(_value(x), listed, mode, bool(align_corners), antialias))
-    except UnsupportedCall:
-        return _interpolated(x, size, mode=mode, align_corners=bool(align_corners), antialias=antialias)
+    target = [size] * (x.dim() - 2) if isinstance(size, int) else [*size]
+    return wrap_with_grad(resampled(unwrap_with_grad(x), target, mode, align_corners, antialias))
 
 
-INTERPOLATIONS = {
-    "nearest": ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
-    "nearest-exact": ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-    "linear": ("upsample_linear1d",),
-    "bilinear": ("", "upsample_bilinear2d"),
-    "trilinear": ("", "", "upsample_trilinear3d"),
-}
-"""The op of each mode, by the number of dims."""
-
-
-def _interpolated(
-    x: Tensor,
-    size: int | Sequence[int] | None = None,
-    scale_factor: object = None,
-    mode: str = "nearest",
-    **options: bool,
-) -> Tensor:
-    """Run `F.interpolate` to sizes."""
-    rank = x.dim() - 2
-    name = dict(enumerate(INTERPOLATIONS.get(mode, ()), start=1)).get(rank)
-    if size is None or scale_factor is not None or not name or any(options.values()):
-        raise RuleError(f"PaddedTensor has no rule for {mode} interpolation with these options and a padded size")
-    target = [size] * rank if isinstance(size, int) else [*size]
-    aligned = () if mode.startswith("nearest") else (False,)
-    return _run(getattr(aten, name).vec, (x, target, *aligned, None), {})
-
-
-def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
-    """Run the rule of an op that returns one tensor, of which the first argument may be the base."""
-    inner_args, inner_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
+def _run(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> Tensor:
+    """Run the rule of an op that returns one tensor, of which an argument may be the base."""
+    inner_args, inner_kwargs = tree_map_only(Tensor, unwrap_with_grad, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         out: PaddedValue = rules.run(op, inner_args, inner_kwargs)
-    result: Tensor = wrap_with_grad(out)
-    if out.view:
-        is_plain_view = out.view == "alias" and not isinstance(result, PaddedTensor)
-
-        def view(base: Tensor) -> Tensor:
-            return _run(op, (base, *args[1:]), kwargs)
-
-        remember_views(view, args[:1], {}, result, [result] if is_plain_view else [])
-    return result
-
-
-def _value(t: Tensor) -> PaddedValue:
-    return unwrap_with_grad(t) if isinstance(t, PaddedTensor) else unpadded_value(t)
+    return wrap_result(out, functools.partial(_run, op), args, kwargs)
 
 
 def _indexed(x: Tensor, index: PyTree) -> PyTree:
@@ -231,12 +186,12 @@ def _indexed(x: Tensor, index: PyTree) -> PyTree:
             continue
         taken -= 1
         if isinstance(part, slice):
-            x = _run(aten.slice.Tensor, (x, d, part.start, part.stop, 1 if part.step is None else part.step), {})
+            x = _run(aten.slice.Tensor, x, d, part.start, part.stop, 1 if part.step is None else part.step)
             rest.append(slice(None))
             d += 1
             taken += 1
         elif isinstance(part, PaddedSize):
-            x = _run(aten.select.int, (x, d, part), {})
+            x = _run(aten.select.int, x, d, part)
         else:
             raise RuleError("PaddedTensor has no rule for a list of positions with a padded size in it")
     is_whole = all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in rest)
@@ -248,3 +203,92 @@ def _dims_taken(part: PyTree) -> int:
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
         return part.dim()
     return 0 if part is None or part is Ellipsis or isinstance(part, bool) else 1
+
+
+class SizedPlainCalls(TorchFunctionMode):
+    """A mode in which calls without a PaddedTensor take padded sizes as true sizes too: `torch.arange(x.shape[1])`.
+
+    An int has no `__torch_function__`, so what a program makes of sizes alone would be plain tensors of the bucket's
+    size. In this mode, which is on while a bucketed program runs, factories make PaddedTensors of the true sizes, views
+    and slices of plain tensors end there, and arithmetic computes with them. Whatever has no rule gets the bucket's
+    number, as without the mode.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        """Run one call."""
+        kwargs = kwargs or {}
+        if tree_has(PaddedSize, (args, kwargs)) and not any(issubclass(kind, PaddedTensor) for kind in types):
+            try:
+                found = _at_true_sizes(func, args, {**kwargs})
+            except RuleError:
+                found = NotImplemented
+            if found is not NotImplemented:
+                return found
+        return func(*args, **kwargs)
+
+
+def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run a call at true sizes; return NotImplemented for a function that isn't known to take them.
+
+    Raises:
+        RuleError: no rule takes the size.
+    """
+    if any(size.sizes.rows is not None for size in find_sizes((args, kwargs))):
+        return NotImplemented
+    if func is torch.arange:
+        return _arange(*args, **kwargs)
+    if func in (torch.tensor, torch.as_tensor) and not tree_has(PaddedSize, (args[1:], kwargs)):
+        return _number(*args, **kwargs) if len(args) == 1 and isinstance(args[0], PaddedSize) else NotImplemented
+    if func in FILLED:
+        given = kwargs.pop("size") if "size" in kwargs else args
+        return _made(func, given, FILLED[func], kwargs)
+    if func is torch.full and not tree_has(PaddedSize, args[1:]):
+        return _full(*args, **kwargs)
+    return run_with_sizes(func, args, kwargs)
+
+
+def _made(func: Callable[..., Tensor], given: Sequence[PyTree], fill: float | None, kwargs: Kwargs) -> Tensor:
+    """Call a factory of a list of sizes."""
+    sizes: list[int] = list(given[0]) if len(given) == 1 and not isinstance(given[0], int) else list(given)
+    values = sizes_with(None, *sizes)
+    dims = tuple(dim_of(size, values) for size in sizes)
+    return wrap_with_grad(PaddedValue(func(list(map(bucket_of, dims)), **kwargs), dims, values, fill))
+
+
+def _full(size: Sequence[int], fill_value: float, **kwargs: PyTree) -> Tensor:
+    def full(shape: list[int], **options: PyTree) -> Tensor:
+        return torch.full(shape, fill_value, **options)
+
+    is_number = not isinstance(fill_value, Tensor)
+    return _made(full, [size], fill_value if is_number else None, kwargs)
+
+
+def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
+    """Return the numbers from a start to an end that are padded sizes, a step apart."""
+    given = [*bounds, *(kwargs.pop(name) for name in ("start", "end", "step") if name in kwargs)]
+    start, end, step = (0, *given, 1) if len(given) == 1 else (*given, 1)[:3]
+    if isinstance(step, float) and step.is_integer() and kwargs.get("dtype") is not None:
+        step = int(step)
+    if not all(isinstance(n, int) for n in (start, end, step)) or isinstance(step, PaddedSize) or step == 0:
+        return NotImplemented
+    values = sizes_with(None, start, end)
+    span = added(true_expression(end), multiplied(-1, true_expression(start)))
+    count = largest(0, floor_divided(added(multiplied(span, step // abs(step)), abs(step) - 1), abs(step)))
+    dim = dim_of(1, values) if values is None else dim_of(PaddedSize(0, count, values), values)
+    numbers = torch.arange(bucket_of(dim), **kwargs)
+    numbers = numbers if step == 1 else numbers * step
+    if not (type(start) is int and start == 0):
+        numbers = numbers + (_on_device(start) if isinstance(start, PaddedSize) else start)
+    return wrap_with_grad(PaddedValue(numbers, (dim,), values))
+
+
+def _number(size: PaddedSize, **kwargs: PyTree) -> Tensor:
+    """Return a size as a tensor, with options of `torch.tensor`."""
+    like = torch.tensor(0, **kwargs)
+    return size.on_device().to(like.dtype, copy=True) if like.device.type == "cpu" else size.on_device().to(like)
+
+
+def _on_device(number: int) -> Tensor | int:
+    return number.on_device() if isinstance(number, PaddedSize) else number

@@ -42,7 +42,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_h
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
-from subtensors.dispatch.padded.padded_value import PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.pointwise import broadcast
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
@@ -104,7 +104,7 @@ class CallFrame:
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
         if id(x) not in self.placeholders:
-            new = make_padded(unwrap_with_grad(x) if isinstance(x, PaddedTensor) else unpadded_value(x))
+            new = make_padded(unwrap_with_grad(x))
             self.placeholders[id(x)] = new
             self.originals[id(new)] = x
         return self.placeholders[id(x)]
@@ -287,15 +287,11 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
-    inner_args, inner_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
+    inner_args, inner_kwargs = tree_map_only(Tensor, unwrap, (args, kwargs))
     if decomposable.is_composite(op) and any(x.padded_dims for x in tree_find(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose
     out = rules.run(op, inner_args, inner_kwargs)
     return tree_map_only(PaddedValue, make_padded, out)
-
-
-def _value(t: Tensor) -> PaddedValue:
-    return unwrap(t) if isinstance(t, PaddedTensor) else unpadded_value(t)
 
 
 def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyTree:
@@ -325,7 +321,7 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
     out = _run_functional(functional, args, {k: v for k, v in kwargs.items() if k not in out_names}, op)
     values = tree_find(Tensor, out)
     for target, new in zip(targets, values, strict=False):
-        value = unwrap(new) if isinstance(new, PaddedTensor) else unpadded_value(new)
+        value = unwrap(new)
         if id(target) in through_views:
             if value.is_tracked:
                 raise UnsupportedCall(f"{op} writes a tensor that requires grad through a view")
@@ -360,7 +356,7 @@ def _may_write_padding(
         return False
     if not isinstance(original, PaddedTensor) or original._fill is not None or original._view:
         return False
-    return bool(broadcast([_value(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
+    return bool(broadcast([unwrap(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
 
 
 def _run_functional(functional: OpOverload, args: Args, kwargs: Kwargs, op: OpOverload) -> PyTree:

@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_released
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, read_as_plain
+from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached, read_as_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
 from subtensors.kernels.memory.from_address import tensor_from_address
@@ -117,7 +117,7 @@ class StaticAddressTensor(_ReadAsPlain):
         """Return the same memory as another StaticAddressTensor that autograd does not track."""
         if torch.compiler.is_compiling():
             return super().detach()
-        return static_alias(_alias(self))
+        return static_alias(detached(self))
 
     def set_(self, *args: object, **kwargs: object) -> NoReturn:  # type: ignore[override]
         """Raise AddressError: it would move the tensor."""
@@ -303,7 +303,7 @@ def _write_out(
 ) -> PyTree:
     """Run a call with `out=` on aliases, so that torch may resize these, and the static tensors stay."""
     tensors = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
-    static = [(t, _alias(t)) for t in tensors if isinstance(t, StaticAddressTensor) and not t.requires_grad]
+    static = [(t, detached(t)) for t in tensors if isinstance(t, StaticAddressTensor) and not t.requires_grad]
     alias_of = {id(t): alias for t, alias in static}
     original_of = {id(alias): t for t, alias in static}
 
@@ -326,12 +326,6 @@ def _write_out(
     if error is not None:
         raise error
     return replaced(result, original_of)
-
-
-def _alias(t: Tensor) -> Tensor:
-    """Return the same memory as a plain tensor that shares the version counter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.detach(t)
 
 
 def _state(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:

@@ -86,11 +86,6 @@ def test_experts_take_the_tokens_of_a_ragged_batch(experts: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_take_the_tokens_of_a_bucket(name: str) -> None:
-    _check(name, lambda model: _logits_of(st.bucketed(model, {"input_ids": {1: SEQ}})))
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_experts_whose_weights_are_gathered_have_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, trained=True)
     runs = []

@@ -182,6 +182,14 @@ def test_an_interpolation_to_another_tensors_size_reads_the_positions_that_torch
     assert error <= 1.5 * torchs
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+def test_infinite_values_reach_only_those_positions_of_an_interpolation_that_read_them(mode: str) -> None:
+    x = torch.zeros(1, 1, 6).index_fill_(2, torch.tensor(3), -torch.inf)
+    y = st.pad(torch.zeros(4), {0: st.Dim("m", max=8, buckets=8)})
+    found = F.interpolate(st.pad(x, {2: st.Dim("n", max=8, buckets=8)}), size=y.shape[0], mode=mode).unpad()
+    assert torch.equal(found, F.interpolate(x, size=4, mode=mode))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_compiled_code_is_right_or_warns_with_the_line_where_the_bucket_takes_the_place_of_a_size(name: str) -> None:
     program, x = ALL[name], rows(5)
