@@ -21,6 +21,7 @@ from subtensors.optim.algorithms.shampoo import Shampoo
 from subtensors.optim.algorithms.signsgd import SignSGD
 from subtensors.optim.algorithms.soap import SOAP
 from subtensors.optim.convert import convert
+from subtensors.optim.docstrings import inherit_arguments
 from subtensors.optim.optimizer import Optimizer
 
 __all__ = [
@@ -49,3 +50,7 @@ __all__ = [
     "by_shape",
     "convert",
 ]
+
+for _cls in [globals()[name] for name in __all__]:
+    if getattr(_cls, "_accepted", None) is not None:
+        inherit_arguments(_cls)

@@ -34,9 +34,9 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
-from subtensors.optim.hyperparameters import Accepted, Ranges, checked_values
+from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import PASSES, TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
-    _accepted: ClassVar[Accepted] = Ranges.none()
+    _accepted: ClassVar[Accepted | None] = None
     _initializers: ClassVar[Mapping[str, Initializer]] = {}
     _declaration: ClassVar[Declaration]
     _fusion: ClassVar[StepFunction]
@@ -145,7 +145,8 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        checked = checked_values(defaults, self._declaration.number_counts, self._accepted)
+        given = defaults | {name: x for name, x in options.items() if name in TORCH_OPTIONS}
+        checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(params, checked | group_options(options))
         self.state = States()
         if options.get("graph"):

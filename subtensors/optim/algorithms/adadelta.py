@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import OwnOptions
 
 
 class Adadelta(Optimizer):
@@ -22,19 +22,9 @@ class Adadelta(Optimizer):
         p <- p - lr d
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: scales every step, a number or a tensor of one element.
         rho: the decay rate of each average.
         eps: starts the steps off, and keeps the quotient finite.
-        weight_decay: the L2 penalty.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -42,14 +32,13 @@ class Adadelta(Optimizer):
         >>> opt = st.optim.Adadelta([w], lr=100.0)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.6838, 1.3162], requires_grad=True)
+        >>> w.detach()
+        tensor([0.6838, 1.3162])
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012).
     """
 
-    _accepted = Like(torch.optim.Adadelta)
+    _accepted = Accepted(torch.optim.Adadelta)
     optional = ("weight_decay",)
     state = {"square_avg": torch.zeros_like, "acc_delta": torch.zeros_like}
 
@@ -65,7 +54,7 @@ class Adadelta(Optimizer):
         capturable: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

@@ -15,7 +15,7 @@ from subtensors.kernels.fused.row_column_means import reference, row_column_mean
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -42,9 +42,6 @@ class Adafactor(MatrixOptimizer):
         eps: `(eps1, eps2)`; eps1 None is the distance from 1 to the next number of the parameter's dtype.
         d: the largest root mean square of a direction.
         weight_decay: decoupled.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -55,16 +52,15 @@ class Adafactor(MatrixOptimizer):
         >>> opt = st.optim.Adafactor([w], lr=0.5)
         >>> w.grad = torch.tensor([[3.0, -1.0], [3.0, -1.0]])
         >>> opt.step()
-        >>> w
-        Parameter containing:
+        >>> w.detach()
         tensor([[0.5000, 1.5000],
-                [0.5000, 1.5000]], requires_grad=True)
+                [0.5000, 1.5000]])
 
     Source: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), with torch's lr and
     placing of eps1.
     """
 
-    _accepted = Like(torch.optim.Adafactor)
+    _accepted = Accepted(torch.optim.Adafactor)
     is_replayable = True
     optional = ("weight_decay",)
     state = {
@@ -81,9 +77,6 @@ class Adafactor(MatrixOptimizer):
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

@@ -7,9 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import OwnOptions
 
 
 class Adagrad(Optimizer):
@@ -22,20 +22,8 @@ class Adagrad(Optimizer):
     As in torch, state is made with the optimizer, before there are gradients.
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         lr_decay: how fast the learning rate falls.
-        weight_decay: the L2 penalty.
         initial_accumulator_value: as in the math.
-        eps: added to the denominator, to keep the quotient finite.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        differentiable: only False.
-        fused: recorded for torch.optim, and saves step counts on the device.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -43,14 +31,13 @@ class Adagrad(Optimizer):
         >>> opt = st.optim.Adagrad([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011).
     """
 
-    _accepted = Like(torch.optim.Adagrad)
+    _accepted = Accepted(torch.optim.Adagrad)
     optional = ("weight_decay",)
     state = {"sum": torch.zeros_like}
 
@@ -67,7 +54,7 @@ class Adagrad(Optimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
         self._create_state()

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -28,22 +28,10 @@ class Adam(Optimizer):
         p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rate of each average; two numbers or two tensors of one element.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
-        amsgrad: as above.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        fused: recorded for torch.optim, and saves step counts on the device.
+        amsgrad: divide by the largest v so far.
         decoupled_weight_decay: as in AdamW.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -51,15 +39,14 @@ class Adam(Optimizer):
         >>> opt = st.optim.Adam([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015); Reddi et al., "On the Convergence of Adam
     and Beyond" (2018) for amsgrad.
     """
 
-    _accepted = Like(torch.optim.Adam)
+    _accepted = Accepted(torch.optim.Adam)
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
@@ -73,11 +60,6 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
@@ -143,21 +125,7 @@ class AdamW(Adam):
         p <- p - lr weight_decay p                      then as in Adam, without its L2 penalty
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: as in `Adam`.
-        betas: as in `Adam`.
-        eps: as in `Adam`.
         weight_decay: the share of lr that a step takes off the parameter.
-        amsgrad: as in `Adam`.
-        maximize: as in `Adam`.
-        foreach: as in `Adam`.
-        capturable: as in `Adam`.
-        differentiable: only False.
-        fused: as in `Adam`.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -165,12 +133,13 @@ class AdamW(Adam):
         >>> opt = st.optim.AdamW([w], lr=0.5, weight_decay=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.2500, 1.2500], requires_grad=True)
+        >>> w.detach()
+        tensor([0.2500, 1.2500])
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
+
+    _accepted = Accepted(torch.optim.AdamW)
 
     def __init__(
         self,
@@ -180,29 +149,9 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            **options,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import OwnOptions
 
 
 class Adamax(Optimizer):
@@ -21,19 +21,7 @@ class Adamax(Optimizer):
         p <- p - lr m / ((1 - beta1^t) u)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rates of the average and of the largest gradient.
-        eps: added to the denominator, to keep the quotient finite.
-        weight_decay: the L2 penalty.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -41,14 +29,13 @@ class Adamax(Optimizer):
         >>> opt = st.optim.Adamax([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015), section 7.1.
     """
 
-    _accepted = Like(torch.optim.Adamax)
+    _accepted = Accepted(torch.optim.Adamax)
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_inf": torch.zeros_like}
 
@@ -64,7 +51,7 @@ class Adamax(Optimizer):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, update_moments
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -27,19 +27,11 @@ class AdEMAMix(Optimizer):
         beta3_t = exp(1 / ((1 - a) / log beta1 + a / log beta3))      its half-life grows linearly, from that of beta1
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rate of each average: `(beta1, beta2, beta3)`.
         alpha: the share of the slow average.
         beta3_warmup: steps until the slow average is as slow as beta3 says; None: from the start.
         alpha_warmup: steps until alpha is reached; None: from the start.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -47,14 +39,13 @@ class AdEMAMix(Optimizer):
         >>> opt = st.optim.AdEMAMix([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.4999, 1.5001], requires_grad=True)
+        >>> w.detach()
+        tensor([0.4999, 1.5001])
 
     Source: Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (2024), Algorithm 1.
     """
 
-    _accepted = Ranges(alpha="[0, inf]", beta3_warmup="None or (0, inf]", alpha_warmup="None or (0, inf]")
+    _accepted = Accepted(alpha="[0, inf]", beta3_warmup="None or (0, inf]", alpha_warmup="None or (0, inf]")
     optional = ("weight_decay",)
     state = {
         "exp_avg_fast": torch.zeros_like,
@@ -72,8 +63,6 @@ class AdEMAMix(Optimizer):
         alpha_warmup: int | None = None,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

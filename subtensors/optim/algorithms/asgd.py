@@ -7,9 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options
+from subtensors.optim.options import OwnOptions
 
 
 class ASGD(Optimizer):
@@ -22,20 +22,9 @@ class ASGD(Optimizer):
         mu <- 1 / max(1, t - t0)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         lambd: how fast the parameter and the learning rate decay.
         alpha: the power of the learning rate's decay.
         t0: the step after which the average is one.
-        weight_decay: the L2 penalty.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        differentiable: only False.
-        capturable: recorded for torch.optim; a step can always be captured.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -43,14 +32,13 @@ class ASGD(Optimizer):
         >>> opt = st.optim.ASGD([w], lr=0.5, lambd=0.0)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([-0.5000,  1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([-0.5000,  1.5000])
 
     Source: Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with Bottou's schedules.
     """
 
-    _accepted = Like(torch.optim.ASGD)
+    _accepted = Accepted(torch.optim.ASGD)
     optional = ("weight_decay",)
     host_entries = ()  # torch, too, keeps these counts on the device
     state = {
@@ -71,7 +59,7 @@ class ASGD(Optimizer):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

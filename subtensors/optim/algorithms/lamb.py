@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, update_moments
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -22,16 +22,7 @@ class LAMB(Optimizer):
         p <- p - lr ||p|| / ||u|| u                     a norm of 0 scales nothing: p <- p - lr u
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
-        betas: the decay rate of each average.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled, inside the norm of the step.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -39,15 +30,14 @@ class LAMB(Optimizer):
         >>> opt = st.optim.LAMB([w], lr=0.5, weight_decay=0.0)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), Algorithm 2,
     with the identity for phi.
     """
 
-    _accepted = Ranges()
+    _accepted = Accepted()
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
 
@@ -58,8 +48,6 @@ class LAMB(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -19,15 +19,9 @@ class Lion(Optimizer):
         m <- beta2 m + (1 - beta2) g
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the learning rate, a number or a tensor of one element; the paper takes 3 to 10 times less than for AdamW.
         betas: the decay rates of the momentum in the direction, and in the next momentum.
         weight_decay: decoupled; the paper takes 3 to 10 times more than for AdamW.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -35,14 +29,13 @@ class Lion(Optimizer):
         >>> opt = st.optim.Lion([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Algorithm 2.
     """
 
-    _accepted = Ranges()
+    _accepted = Accepted()
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True}
     state = {"exp_avg": torch.zeros_like}
@@ -53,8 +46,6 @@ class Lion(Optimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import adam_denominator, decay_weights, update_moments
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -24,21 +24,9 @@ class NAdam(Optimizer):
         p <- p - lr ((1 - mu_t) / (1 - P_t) g + mu_t+1 / (1 - P_t+1) m) / (sqrt(v / (1 - beta2^t)) + eps)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
-        betas: the decay rate of each average.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         momentum_decay: as in the math.
         decoupled_weight_decay: as in AdamW.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -46,14 +34,13 @@ class NAdam(Optimizer):
         >>> opt = st.optim.NAdam([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.4718, 1.5282], requires_grad=True)
+        >>> w.detach()
+        tensor([0.4718, 1.5282])
 
     Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016).
     """
 
-    _accepted = Like(torch.optim.NAdam)
+    _accepted = Accepted(torch.optim.NAdam)
     optional = ("weight_decay",)
     host_entries = ("step", "mu_product")
     state = {
@@ -71,11 +58,6 @@ class NAdam(Optimizer):
         weight_decay: float = 0,
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

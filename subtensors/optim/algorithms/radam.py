@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subtensors.optim.algorithms.adam import decay_weights, update_moments
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -26,20 +26,8 @@ class RAdam(Optimizer):
                                         { 1                                      elsewhere
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
-        betas: the decay rate of each average.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
         decoupled_weight_decay: as in AdamW.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -47,14 +35,13 @@ class RAdam(Optimizer):
         >>> opt = st.optim.RAdam([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([-0.5000,  1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([-0.5000,  1.5000])
 
     Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2020), with torch's threshold of 5.
     """
 
-    _accepted = Like(torch.optim.RAdam)
+    _accepted = Accepted(torch.optim.RAdam)
     optional = ("weight_decay",)
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
 
@@ -66,11 +53,6 @@ class RAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

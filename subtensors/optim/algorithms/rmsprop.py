@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.options import OwnOptions, ParamGroup
 
 
 class RMSprop(Optimizer):
@@ -23,21 +23,9 @@ class RMSprop(Optimizer):
         p <- p - lr b
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         alpha: the decay rate of each average.
-        eps: added to the denominator, to keep the quotient finite.
-        weight_decay: the L2 penalty.
         momentum: 0 keeps no buffer.
         centered: divide by the standard deviation instead.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -45,15 +33,14 @@ class RMSprop(Optimizer):
         >>> opt = st.optim.RMSprop([w], lr=0.05)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Hinton, "Neural Networks for Machine Learning", lecture 6 (2012); Graves, "Generating Sequences With
     Recurrent Neural Networks" (2013) for centered.
     """
 
-    _accepted = Like(torch.optim.RMSprop)
+    _accepted = Accepted(torch.optim.RMSprop)
     optional = ("weight_decay",)
     state = {
         "square_avg": torch.zeros_like,
@@ -74,7 +61,7 @@ class RMSprop(Optimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

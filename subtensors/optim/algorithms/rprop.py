@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 
@@ -20,18 +20,9 @@ class Rprop(Optimizer):
         p <- p - s sign(g)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
         lr: the first step size, a number or a tensor of one element.
         etas: `(eta_minus, eta_plus)`.
         step_sizes: `(min, max)`.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        differentiable: only False.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -39,15 +30,14 @@ class Rprop(Optimizer):
         >>> opt = st.optim.Rprop([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Riedmiller & Braun, "A Direct Adaptive Method for Faster Backpropagation Learning: The RPROP Algorithm"
     (1993); the variant without weight backtracking, as torch has it.
     """
 
-    _accepted = Like(torch.optim.Rprop)
+    _accepted = Accepted(torch.optim.Rprop)
     state = {"prev": torch.zeros_like, "step_size": torch.zeros_like}
 
     def __init__(
@@ -56,11 +46,6 @@ class Rprop(Optimizer):
         lr: float | Tensor = 1e-2,
         etas: tuple[float, float] = (0.5, 1.2),
         step_sizes: tuple[float, float] = (1e-6, 50),
-        *,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        differentiable: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

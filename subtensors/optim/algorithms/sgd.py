@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -20,20 +20,9 @@ class SGD(Optimizer):
         p <- p - lr b                                   nesterov: p <- p - lr (g + momentum b)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         momentum: 0 keeps no buffer.
         dampening: as in the math.
-        weight_decay: the L2 penalty.
         nesterov: needs a momentum and no dampening.
-        maximize: ascend instead of descend.
-        foreach: recorded for torch.optim; changes nothing here.
-        differentiable: only False.
-        fused: recorded for torch.optim; changes nothing here.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -42,15 +31,14 @@ class SGD(Optimizer):
         >>> for _ in range(2):
         ...     w.grad = torch.ones(2)
         ...     opt.step()
-        >>> w
-        Parameter containing:
-        tensor([-0.2500, -0.2500], requires_grad=True)
+        >>> w.detach()
+        tensor([-0.2500, -0.2500])
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013), with torch's
     placing of the learning rate and its undamped first step.
     """
 
-    _accepted = Like(torch.optim.SGD)
+    _accepted = Accepted(torch.optim.SGD)
     optional = ("weight_decay", "dampening")
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -62,11 +50,6 @@ class SGD(Optimizer):
         dampening: float = 0,
         weight_decay: float = 0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

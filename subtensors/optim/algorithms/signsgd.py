@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -19,15 +19,8 @@ class SignSGD(Optimizer):
         p <- p - lr (sign(m) + weight_decay p)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         momentum: the decay rate of the average; 0 keeps no buffer.
         weight_decay: decoupled.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -35,14 +28,13 @@ class SignSGD(Optimizer):
         >>> opt = st.optim.SignSGD([w], lr=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
+        >>> w.detach()
+        tensor([0.5000, 1.5000])
 
     Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018), Algorithms 1 and 2.
     """
 
-    _accepted = Ranges()
+    _accepted = Accepted()
     optional = ("weight_decay",)
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -52,8 +44,6 @@ class SignSGD(Optimizer):
         lr: float | Tensor = 1e-4,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)

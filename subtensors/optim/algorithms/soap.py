@@ -25,7 +25,7 @@ from subtensors.optim.algorithms.preconditioners import (
     square,
     widened,
 )
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
 
@@ -48,17 +48,12 @@ class SOAP(MatrixOptimizer):
     is Adam.
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rates of the two averages.
         shampoo_beta: the decay rate of L and R; -1 for the second of `betas`.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
         precondition_frequency: steps from one power iteration to the next.
         max_precond_dim: the longest side with a basis of its own.
         correct_bias: multiply d by the factor beside it.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -77,7 +72,7 @@ class SOAP(MatrixOptimizer):
     order of columns and the defaults are those of its authors' code.
     """
 
-    _accepted = Ranges(shampoo_beta="-1 or [0, 1)", precondition_frequency="[1, inf]", max_precond_dim="[0, inf]")
+    _accepted = Accepted(shampoo_beta="-1 or [0, 1)", precondition_frequency="[1, inf]", max_precond_dim="[0, inf]")
     optional = ("weight_decay",)
     state = {
         "step": host_count,
@@ -100,8 +95,6 @@ class SOAP(MatrixOptimizer):
         precondition_frequency: int = 10,
         max_precond_dim: int = 10000,
         correct_bias: bool = True,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
