@@ -7,18 +7,13 @@ from typing import Unpack
 
 import torch
 
-from subtensors.optim.algorithms.adadelta import Adadelta
 from subtensors.optim.algorithms.adafactor import Adafactor
-from subtensors.optim.algorithms.adagrad import Adagrad
 from subtensors.optim.algorithms.adam import Adam, AdamW
-from subtensors.optim.algorithms.adamax import Adamax
-from subtensors.optim.algorithms.asgd import ASGD
+from subtensors.optim.algorithms.adam_variants import Adamax, NAdam, RAdam
+from subtensors.optim.algorithms.adaptive_rates import Adadelta, Adagrad, RMSprop
 from subtensors.optim.algorithms.muon import Muon
-from subtensors.optim.algorithms.nadam import NAdam
-from subtensors.optim.algorithms.radam import RAdam
-from subtensors.optim.algorithms.rmsprop import RMSprop
-from subtensors.optim.algorithms.rprop import Rprop
-from subtensors.optim.algorithms.sgd import SGD
+from subtensors.optim.algorithms.sgd import ASGD, SGD
+from subtensors.optim.algorithms.sign_steps import Rprop
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import Options, group_options
 

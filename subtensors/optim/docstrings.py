@@ -18,32 +18,47 @@ SHARED = """
     Raises:
         ValueError: a value is out of range.
 
+    Example:
+        >>> import torch, subtensors as st
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> opt = st.optim.{name}([w], lr=0.5)
+        >>> for _ in range(3):
+        ...     opt.zero_grad()
+        ...     w.square().sum().backward()
+        ...     opt.step()
+        >>> bool(w.square().sum() < 2)
+        True
+
 """
-"""Hyperparameters that mean the same wherever a class doesn't say otherwise."""
+"""The sections of a class that doesn't say otherwise; of its arguments those that it has."""
 
 
-def inherit_arguments(cls: type) -> None:
-    """Complete the docstring of an optimizer by the arguments, options and errors that it shares with others.
+def inherit_docstring(cls: type) -> None:
+    """Complete the docstring of an optimizer by what it shares with its bases and with other optimizers.
 
     Example:
         >>> class Mine:
-        ...     "A step.\\n\\n    Args:\\n        size: how far.\\n\\n    Example:\\n"
+        ...     "A step.\\n\\n    Args:\\n        size: how far.\\n\\n    Source: me."
         ...     def __init__(self, params, lr, size, **options): ...
-        >>> inherit_arguments(Mine)
+        >>> inherit_docstring(Mine)
         >>> [line.split(":")[0].strip() for line in Mine.__doc__.splitlines()[3:7]]
         ['params', 'lr', 'size', 'master_weights']
     """
     if not cls.__doc__:  # as under python -OO
         return
-    known: dict[str, str] = {}
-    for text in (Options.__doc__, SHARED, *[base.__doc__ for base in reversed(cls.__mro__)]):
-        section = re.search(r"(?<=    Args:\n)(.*?\n)(?=\n|    \S|    $)", text or "", re.DOTALL)
-        entries = re.split(r"(?m)^        (?=\w)", section[1])[1:] if section else []
-        known |= {entry.partition(":")[0]: f"        {entry.rstrip()}\n" for entry in entries}
+    texts = (Options.__doc__, SHARED.replace("{name}", cls.__name__), *[base.__doc__ for base in reversed(cls.__mro__)])
+    documented = [_sections(text or "") for text in texts]
+    entries = [x for own in documented for x in re.split(r"(?m)^        (?=\w)", own.get("Args", ""))[1:]]
+    known = {entry.partition(":")[0]: f"        {entry.rstrip()}\n" for entry in entries}
     names = [name for name in inspect.signature(cls).parameters if name != "options"]
-    own = re.sub(r"    Args:\n.*?\n\n", "", cls.__doc__, flags=re.DOTALL)
-    raises = "" if "    Raises:\n" in own else SHARED[SHARED.index("    Raises:") :]
-    arguments = "".join(known[name] for name in dict.fromkeys((*names, *Options.__annotations__)))
-    start = re.search("    (Raises|Example):\n", own)
-    assert start is not None
-    cls.__doc__ = f"{own[: start.start()]}    Args:\n{arguments}\n{raises}{own[start.start() :]}"
+    sections = documented[1] | documented[-1]
+    sections["Args"] = "".join(
+        ["    Args:\n", *map(known.__getitem__, dict.fromkeys((*names, *Options.__annotations__))), "\n"]
+    )
+    cls.__doc__ = "".join(sections.get(name, "") for name in ("", "Args", "Raises", "Example", "Source"))
+
+
+def _sections(docstring: str) -> dict[str, str]:
+    """The sections of a docstring by their names, and under "" what comes before them."""
+    first, *rest = re.split(r"(?m)^(?=    (?:Args|Raises|Example|Source):)", docstring)
+    return {"": first} | {section.split(":")[0].strip(): section for section in rest}

@@ -33,15 +33,6 @@ class Adam(Optimizer):
         amsgrad: divide by the largest v so far.
         decoupled_weight_decay: as in AdamW.
 
-    Example:
-        >>> import subtensors as st
-        >>> w = torch.nn.Parameter(torch.ones(2))
-        >>> opt = st.optim.Adam([w], lr=0.5)
-        >>> w.grad = torch.tensor([3.0, -1.0])
-        >>> opt.step()
-        >>> w.detach()
-        tensor([0.5000, 1.5000])
-
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015); Reddi et al., "On the Convergence of Adam
     and Beyond" (2018) for amsgrad.
     """
@@ -84,7 +75,6 @@ class Adam(Optimizer):
         weight_decay: float | None,
         decoupled_weight_decay: bool,
     ) -> None:
-        """The math of the class, for one tensor."""
         beta1, beta2 = betas
         step.add_(1)
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.

@@ -37,15 +37,6 @@ class AdamWScheduleFree(Optimizer):
         r: the power of t in the weights of the average.
         weight_lr_power: the power of the learning rate in them.
 
-    Example:
-        >>> import subtensors as st
-        >>> w = torch.nn.Parameter(torch.ones(2))
-        >>> opt = st.optim.AdamWScheduleFree([w], lr=0.5)
-        >>> w.grad = torch.tensor([3.0, -1.0])
-        >>> opt.step()
-        >>> w.detach()
-        tensor([0.5000, 1.5000])
-
     Source: Defazio et al., "The Road Less Scheduled" (2024), Algorithm 1.
     """
 
@@ -91,7 +82,6 @@ class AdamWScheduleFree(Optimizer):
         weight_lr_power: float,
         train_mode: bool,
     ) -> None:
-        """The math of the class, for one tensor."""
         if not train_mode:
             raise RuntimeError("the parameters hold the average: call train() of the optimizer before a step")
         beta1, beta2 = betas
