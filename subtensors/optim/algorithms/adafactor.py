@@ -12,7 +12,6 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.row_column_means import reference, row_column_means
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
@@ -88,21 +87,7 @@ class Adafactor(MatrixOptimizer):
         """Rows and columns for tensors that have them, and the full second moment for the rest."""
         return entry == "step" or (entry == "variance") != (p.dim() > 1 and p.numel() > 0)
 
-    def update(
-        self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        row_var: TensorList | None,
-        col_var: TensorList | None,
-        variance: TensorList | None,
-        *,
-        lr: float | Tensor,
-        beta2_decay: float,
-        eps: Eps,
-        d: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, row_var, col_var, variance, *, lr, beta2_decay, eps, d, weight_decay):
         """The math of the class, for tensors that are all matrices, or all have more dimensions, or all have less."""
         share: Any = _share(step, beta2_decay=beta2_decay)
         values: StepValues = {"lr": lr, "d": d, "eps": eps, "weight_decay": weight_decay}

@@ -61,20 +61,8 @@ class Adam(Optimizer):
         return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
     def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        max_exp_avg_sq: Tensor | None,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        decoupled_weight_decay: bool,
-    ) -> None:
+        self, p, g, step, exp_avg, exp_avg_sq, max_exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay
+    ):
         beta1, beta2 = betas
         step.add_(1)
         # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.

@@ -55,20 +55,20 @@ class NAdam(Optimizer):
 
     def update(
         self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        mu_product: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        p,
+        g,
+        step,
+        mu_product,
+        exp_avg,
+        exp_avg_sq,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        momentum_decay: float,
-        decoupled_weight_decay: bool,
-    ) -> None:
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        momentum_decay,
+        decoupled_weight_decay,
+    ):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
@@ -121,20 +121,7 @@ class RAdam(Optimizer):
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        decoupled_weight_decay: bool,
-    ) -> None:
+    def update(self, p, g, step, exp_avg, exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()
@@ -185,19 +172,7 @@ class Adamax(Optimizer):
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg: Tensor,
-        exp_inf: Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, exp_avg, exp_inf, *, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
         step.add_(1)
         if weight_decay is not None:
@@ -254,21 +229,21 @@ class AdEMAMix(Optimizer):
 
     def update(
         self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg_fast: Tensor,
-        exp_avg_slow: Tensor,
-        exp_avg_sq: Tensor,
+        p,
+        g,
+        step,
+        exp_avg_fast,
+        exp_avg_slow,
+        exp_avg_sq,
         *,
-        lr: float,
-        betas: tuple[float, float, float],
-        alpha: float,
-        beta3_warmup: float | None,
-        alpha_warmup: float | None,
-        eps: float,
-        weight_decay: float | None,
-    ) -> None:
+        lr,
+        betas,
+        alpha,
+        beta3_warmup,
+        alpha_warmup,
+        eps,
+        weight_decay,
+    ):
         beta1, beta2, beta3 = betas
         step.add_(1)
         t = step.double()
@@ -318,19 +293,7 @@ class LAMB(Optimizer):
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, exp_avg, exp_avg_sq, *, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
         step.add_(1)
         t = step.double()

@@ -61,21 +61,7 @@ class RMSprop(Optimizer):
         needs = {"momentum_buffer": "momentum", "grad_avg": "centered"}
         return entry not in needs or bool(group[needs[entry]])
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        square_avg: Tensor,
-        momentum_buffer: Tensor | None,
-        grad_avg: Tensor | None,
-        *,
-        lr: float,
-        alpha: float,
-        eps: float,
-        weight_decay: float | None,
-        momentum: float,
-    ) -> None:
+    def update(self, p, g, step, square_avg, momentum_buffer, grad_avg, *, lr, alpha, eps, weight_decay, momentum):
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p
@@ -133,18 +119,7 @@ class Adagrad(Optimizer):
         value = group["initial_accumulator_value"]
         return torch.full_like(p, complex(value, value) if p.is_complex() else value)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        sum: Tensor,
-        *,
-        lr: float,
-        lr_decay: float,
-        weight_decay: float | None,
-        eps: float,
-    ) -> None:
+    def update(self, p, g, step, sum, *, lr, lr_decay, weight_decay, eps):
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p
@@ -194,19 +169,7 @@ class Adadelta(Optimizer):
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        square_avg: Tensor,
-        acc_delta: Tensor,
-        *,
-        lr: float,
-        rho: float,
-        eps: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, square_avg, acc_delta, *, lr, rho, eps, weight_decay):
         step.add_(1)
         if weight_decay is not None:
             g = g + weight_decay * p

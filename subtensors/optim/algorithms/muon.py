@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from subtensors.fused.fuse import fused
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
@@ -90,19 +89,19 @@ class Muon(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        momentum_buffer: TensorList,
+        p,
+        g,
+        momentum_buffer,
         *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        ns_coefficients: Coefficients,
-        eps: float,
-        ns_steps: float,
-        adjust_lr_fn: str | None,
-    ) -> None:
+        lr,
+        weight_decay,
+        momentum,
+        nesterov,
+        ns_coefficients,
+        eps,
+        ns_steps,
+        adjust_lr_fn,
+    ):
         """The math of the class, for all matrices."""
         x: Any
         x, norm = _momentum(g, momentum_buffer, momentum, nesterov, eps)

@@ -65,23 +65,23 @@ class AdamWScheduleFree(Optimizer):
 
     def update(
         self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        z: Tensor,
-        exp_avg_sq: Tensor,
-        weight_sum: Tensor,
-        lr_max: Tensor,
+        p,
+        g,
+        step,
+        z,
+        exp_avg_sq,
+        weight_sum,
+        lr_max,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        warmup_steps: float | None,
-        r: float,
-        weight_lr_power: float,
-        train_mode: bool,
-    ) -> None:
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        warmup_steps,
+        r,
+        weight_lr_power,
+        train_mode,
+    ):
         if not train_mode:
             raise RuntimeError("the parameters hold the average: call train() of the optimizer before a step")
         beta1, beta2 = betas

@@ -58,19 +58,7 @@ class SGD(Optimizer):
         """A buffer with a momentum; a count only where dampening makes the first step another."""
         return group["momentum"] != 0 and (entry != "step" or group["dampening"] != 0)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor | None,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float | None,
-        weight_decay: float | None,
-        nesterov: bool,
-    ) -> None:
+    def update(self, p, g, step, momentum_buffer, *, lr, momentum, dampening, weight_decay, nesterov):
         if weight_decay is not None:
             g = g + weight_decay * p
         if momentum_buffer is not None:
@@ -142,21 +130,7 @@ class ASGD(Optimizer):
         started = super().init_state(entry, p, group)
         return started.fill_(float(group["lr"])) if entry == "eta" else started
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        eta: Tensor,
-        mu: Tensor,
-        ax: Tensor,
-        *,
-        lr: float,
-        lambd: float,
-        alpha: float,
-        t0: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, eta, mu, ax, *, lr, lambd, alpha, t0, weight_decay):
         step.add_(1)
         t, rate = step.double(), eta.double()
         if weight_decay is not None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from subtensors.fused.fuse import fused
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.algorithms.preconditioners import (
     SIDES,
@@ -111,24 +110,24 @@ class Shampoo(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        left: TensorList | None,
-        right: TensorList | None,
-        left_root: TensorList | None,
-        right_root: TensorList | None,
-        square_sum: TensorList | None,
-        momentum_buffer: TensorList | None,
+        p,
+        g,
+        step,
+        left,
+        right,
+        left_root,
+        right_root,
+        square_sum,
+        momentum_buffer,
         *,
-        lr: float,
-        momentum: float,
-        weight_decay: float | None,
-        eps: float,
-        beta2: float,
-        update_freq: float,
-        grafting: str | None,
-    ) -> None:
+        lr,
+        momentum,
+        weight_decay,
+        eps,
+        beta2,
+        update_freq,
+        grafting,
+    ):
         """The math of the class, for all parameters with the same sides."""
         share = 1.0 if beta2 == 1 else 1 - beta2
         gradient: Any = widened(p, g, weight_decay)

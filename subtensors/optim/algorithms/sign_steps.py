@@ -41,16 +41,7 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        exp_avg: Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, exp_avg, *, lr, betas, weight_decay):
         beta1, beta2 = betas
         direction = torch.sign(beta1 * exp_avg + (1 - beta1) * g)
         if weight_decay is not None:
@@ -90,16 +81,7 @@ class SignSGD(Optimizer):
         """A buffer only with a momentum."""
         return bool(group["momentum"] != 0)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, momentum_buffer, *, lr, momentum, weight_decay):
         if momentum_buffer is not None:
             g = momentum_buffer.mul_(momentum).add_((1 - momentum) * g)
         direction = torch.sign(g)
@@ -144,17 +126,7 @@ class Rprop(Optimizer):
         lr = float(group["lr"])
         return torch.full_like(p, complex(lr, lr) if p.is_complex() else lr)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        prev: Tensor,
-        step_size: Tensor,
-        *,
-        etas: tuple[float, float],
-        step_sizes: tuple[float, float],
-    ) -> None:
+    def update(self, p, g, step, prev, step_size, *, etas, step_sizes):
         eta_minus, eta_plus = etas
         smallest, largest = step_sizes
         step.add_(1)

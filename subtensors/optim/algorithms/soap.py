@@ -105,24 +105,24 @@ class SOAP(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        exp_avg: TensorList,
-        exp_avg_sq: TensorList,
-        left: TensorList | None,
-        right: TensorList | None,
-        left_basis: TensorList | None,
-        right_basis: TensorList | None,
+        p,
+        g,
+        step,
+        exp_avg,
+        exp_avg_sq,
+        left,
+        right,
+        left_basis,
+        right_basis,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        shampoo_beta: float,
-        eps: float,
-        weight_decay: float | None,
-        precondition_frequency: float,
-        correct_bias: bool,
-    ) -> None:
+        lr,
+        betas,
+        shampoo_beta,
+        eps,
+        weight_decay,
+        precondition_frequency,
+        correct_bias,
+    ):
         """The math of the class, for all parameters with the same sides."""
         moments = [(s, x) for s, x in zip(SIDES, (left, right), strict=True) if x is not None]
         bases = [x for x in (left_basis, right_basis) if x is not None]
