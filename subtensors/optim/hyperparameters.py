@@ -1,8 +1,8 @@
 """The values that hyperparameters may have: declared once a class, checked wherever a parameter group takes them.
 
-    Like(torch.optim.Adam)       torch's constructor decides, so that both packages always agree
-    Ranges(eps="(0, inf]")       ranges by name; those that have one name everywhere have one range (`COMMON`)
-    Ranges.none()                an optimizer of the user's own
+    Accepted(torch.optim.Adam)   torch's constructor decides, so that both packages always agree
+    Accepted(eps="(0, inf]")     ranges by name; those that have one name everywhere have one range (`COMMON`)
+    None                         an optimizer of the user's own
 
 Beside these, a hyperparameter is a number if the class says so, by the default or the annotation in its constructor, or
 by the annotation in `update`. Numbers are never NaN, which torch's classes let pass here and there.
@@ -14,10 +14,9 @@ import ast
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
 from numbers import Real
 from types import NoneType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,83 +38,46 @@ COMMON: dict[str, Range] = {
 Values = dict[str, Any]
 """Hyperparameters by name."""
 
-
-class Accepted(Protocol):
-    """The hyperparameters that a class accepts."""
-
-    counts_are_fixed: bool
-    """Whether a hyperparameter of several numbers is of as many as its default."""
-
-    def complete(self, values: Values) -> Values:
-        """Return these hyperparameters, and the defaults of those that are missing; raise where one is not accepted."""
-        ...
+COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
+"""The classes here that torch.optim has, too, by torch's."""
 
 
-class Ranges:
-    """Ranges of hyperparameters.
+class Accepted:
+    """The hyperparameters that an optimizer class accepts.
 
     Args:
-        ranges: the range of each name, as for `check_range`; these come before `COMMON`.
+        peer: the class of torch.optim that has the same hyperparameters, if there is one; its constructor decides.
+        ranges: the range of each name, as for `check_range`; without a peer these come before `COMMON`.
 
     Example:
-        >>> Ranges(beta="[0, 1]").complete({"beta": 1.5})
+        >>> Accepted(beta="[0, 1]").complete({"beta": 1.5})
         Traceback (most recent call last):
         ...
         ValueError: Invalid beta: 1.5; expected a number in [0, 1]
+        >>> Accepted(torch.optim.SGD).complete({"lr": 0.5})["momentum"]
+        0
     """
 
-    counts_are_fixed = True
+    def __init__(self, peer: type[torch.optim.Optimizer] | None = None, **ranges: Range) -> None:
+        self.peer, self.ranges = peer, ranges if peer else COMMON | ranges
 
-    def __init__(self, **ranges: Range) -> None:
-        self.ranges: dict[str, Range] = COMMON | ranges
-
-    @classmethod
-    def none(cls) -> Self:
-        """No ranges: every number is accepted."""
-        accepted = cls()
-        accepted.ranges, accepted.counts_are_fixed = {}, False
-        return accepted
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self.peer is not None:
+            COUNTERPARTS[self.peer] = owner
 
     def complete(self, values: Values) -> Values:
-        """Return these values.
+        """Return these values, and torch's defaults for those that are missing.
 
         Raises:
             ValueError: one is out of its range.
         """
         for name in self.ranges.keys() & values.keys():
             check_range(name, values[name], self.ranges[name])
-        return dict(values)
-
-
-class Like:
-    """The hyperparameters that the constructor of one of torch's classes accepts.
-
-    Args:
-        cls: the class.
-        ranges: ranges of what it doesn't check.
-
-    Example:
-        >>> Like(torch.optim.SGD).complete({"lr": 0.5})["momentum"]
-        0
-    """
-
-    counts_are_fixed = True
-
-    def __init__(self, cls: type[torch.optim.Optimizer], **ranges: Range) -> None:
-        self.make: Callable[..., torch.optim.Optimizer] = cls
-        self.known = inspect.signature(cls).parameters.keys() - {"params"}
-        self.ranges = ranges
-
-    def complete(self, values: Values) -> Values:
-        """Return these values, and torch's defaults for those that are missing.
-
-        Raises:
-            ValueError: one is out of range, as torch says it.
-        """
-        for name in self.ranges.keys() & values.keys():
-            check_range(name, values[name], self.ranges[name])
-        peer = self.make([torch.empty(0, 0)], **{name: x for name, x in values.items() if name in self.known})
-        return {**values, **peer.defaults}
+        if self.peer is None:
+            return dict(values)
+        make: Callable[..., torch.optim.Optimizer] = self.peer
+        known = inspect.signature(make).parameters
+        return values | make([torch.empty(0, 0)], **{name: x for name, x in values.items() if name in known}).defaults
 
 
 def hyperparameters(arguments: Values) -> Values:
@@ -149,13 +111,13 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
     return counts
 
 
-def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted) -> Values:
+def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 
     Args:
         values: hyperparameters by name.
         counts: which are numbers (`number_counts`); None is left to the class.
-        accepted: what else the class says.
+        accepted: what else the class says, if anything; with it, a hyperparameter of several numbers has a fixed count.
 
     Raises:
         TypeError: a value is not a number, or a tuple of them.
@@ -165,7 +127,7 @@ def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted
     for name, value in values.items():
         numbers = _numbers(value)
         count = counts.get(name, 1)
-        if accepted.counts_are_fixed and count > 1 and len(numbers) != count:
+        if accepted is not None and count > 1 and len(numbers) != count:
             raise ValueError(f"Invalid {name}: {shown(value)}; expected {count} numbers")
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor) and name in counts and number.numel() != 1:
@@ -173,7 +135,7 @@ def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted
                 raise ValueError(f"Tensor {name}{place} must be 1-element")
         if any(map(_is_nan, numbers)):
             raise ValueError(f"Invalid {name}: {shown(value)}; expected a number, and nan is none")
-    return accepted.complete(values)
+    return dict(values) if accepted is None else accepted.complete(values)
 
 
 def check_types(counts: Mapping[str, int], values: Values) -> None:
@@ -198,49 +160,21 @@ def check_range(name: str, value: object, allowed: Range) -> None:
     """
     numbers = _numbers(value)
     ranges = allowed if isinstance(allowed, tuple) else (allowed,) * len(numbers)
-    if not all(any(x.holds(number) for x in _alternatives(own)) for number, own in zip(numbers, ranges, strict=True)):
-        expected = [" or ".join(x.describe() for x in _alternatives(own)) for own in dict.fromkeys(ranges)]
+    if not all(any(_holds(x, n) for x in own.split(" or ")) for n, own in zip(numbers, ranges, strict=True)):
         raise ValueError(
-            f"Invalid {name}: {shown(value)}; expected {_number(len(numbers))} in {' and '.join(expected)}"
+            f"Invalid {name}: {shown(value)}; expected {_number(len(numbers))} in {' and '.join(dict.fromkeys(ranges))}"
         )
 
 
-class _Interval(NamedTuple):
-    text: str
-    low: float
-    high: float
-
-    def holds(self, value: object) -> bool:
-        if not isinstance(value, Real | Tensor):
-            return False
-        number = float(value)
-        is_above = self.low <= number if self.text[0] == "[" else self.low < number
-        return is_above and (number <= self.high if self.text[-1] == "]" else number < self.high)
-
-    def describe(self) -> str:
-        return self.text
-
-
-class _Literal(NamedTuple):
-    value: object
-
-    def holds(self, value: object) -> bool:
-        return value is self.value or (not isinstance(value, Tensor) and value == self.value)
-
-    def describe(self) -> str:
-        return repr(self.value)
-
-
-@cache
-def _alternatives(allowed: str) -> list[_Interval | _Literal]:
-    alternatives: list[_Interval | _Literal] = []
-    for text in allowed.split(" or "):
-        if text[0] in "[(":
-            low, high = text[1:-1].split(", ")
-            alternatives.append(_Interval(text, float(low), float(high)))
-        else:
-            alternatives.append(_Literal(ast.literal_eval(text)))
-    return alternatives
+def _holds(allowed: str, value: object) -> bool:
+    """Return whether a value is in an interval, or is a literal."""
+    if allowed[0] not in "[(":
+        literal = ast.literal_eval(allowed)
+        return value is literal or (not isinstance(value, Tensor) and bool(value == literal))
+    low, high = map(float, allowed[1:-1].split(", "))
+    if not isinstance(value, Real | Tensor) or not low <= (number := float(value)) <= high:
+        return False
+    return (allowed[0] == "[" or number != low) and (allowed[-1] == "]" or number != high)
 
 
 def _number(count: int) -> str:

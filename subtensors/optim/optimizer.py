@@ -9,7 +9,7 @@
                                with their state      scaling, masters, averages       steps replay it
 
 A batch is the parameters of one group that are alike, mostly all of it. A fused call runs the traced math over them, as
-one Triton kernel on a GPU. An optimizer is put together of parts, none of which knows the optimizer class:
+one Triton kernel on a GPU. An optimizer is put together of parts, which are handed it and keep no reference to it:
 
     Declaration, StateFactory  what state there is, and how it starts (`state`)
     Updater                    batches, gradients, hyperparameters, and the fused calls (`step`)
@@ -34,11 +34,11 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
-from subtensors.optim.hyperparameters import Accepted, Ranges, checked_values
+from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import PASSES, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
-from subtensors.optim.state import Declaration, Initializer, swapped_averages
+from subtensors.optim.state import Declaration, Initializer, StateFactory, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
 from subtensors.optim.step import StepFunction, Updater, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
-    _accepted: ClassVar[Accepted] = Ranges.none()
+    _accepted: ClassVar[Accepted | None] = None
     _initializers: ClassVar[Mapping[str, Initializer]] = {}
     _declaration: ClassVar[Declaration]
     _fusion: ClassVar[StepFunction]
@@ -142,10 +142,11 @@ class Optimizer(torch.optim.Optimizer):
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._arena = options.get("arena")
-        self._updater = self._new_updater()
+        self._updater = Updater(type(self))
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        checked = checked_values(defaults, self._declaration.number_counts, self._accepted)
+        given = defaults | {name: x for name, x in options.items() if name in TORCH_OPTIONS}
+        checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(params, checked | group_options(options))
         self.state = States()
         if options.get("graph"):
@@ -154,11 +155,7 @@ class Optimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
         for group in self.param_groups:
-            self._updater.state_factory(self).create_group(group["params"], group)
-
-    def _new_updater(self) -> Updater:
-        is_static, is_packed = self._capture is not None, getattr(self._capture, "packed", None) is not None
-        return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
+            StateFactory(self).create_group(group["params"], group)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""
@@ -220,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and not self._accumulates()
+            and not accumulation.accumulates(self.param_groups)
             and self._capture.try_fast_replay(self)
         ):
             return None
@@ -237,16 +234,13 @@ class Optimizer(torch.optim.Optimizer):
         if self._is_provisional:
             drop_state(self)
         if not self.state and is_checkpoint_step(self.param_groups):
-            make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
+            make_state(self.param_groups, StateFactory(self), names_gradients=True)
             self._is_provisional = True
-        elif self._accumulates():
+        elif accumulation.accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()
         return loss
-
-    def _accumulates(self) -> bool:
-        return "accumulate" in self.param_groups[0] or PASSES in self.param_groups[0]
 
     def _update_all(self) -> None:
         if self._capture is None or not self._capture.take_step(self):
@@ -294,7 +288,6 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = new_capture(params, packed, check)
-        self._updater.is_static, self._updater.is_packed = True, self._capture.packed is not None
         return self._capture
 
     @property
@@ -373,7 +366,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         former = list(vars(self).get("param_groups", []))
         super().__setstate__(state)
-        self._updater = self._new_updater()
+        self._updater = Updater(type(self))
         restore_state(self, former)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -16,40 +16,50 @@ ParamGroup = dict[str, object]
 """The parameters of a group under "params", and its hyperparameters and options by name."""
 
 
-class Options(TypedDict, total=False):
+class OwnOptions(TypedDict, total=False):
+    """The options of `Options` that torch.optim's classes don't have."""
+
+    master_weights: bool
+    state_dtype: str | torch.dtype | None
+    max_norm: float | Tensor | None
+    accumulate: int
+    ema: float | Tensor | None
+    graph: bool
+    arena: Arena | None
+
+
+class Options(OwnOptions, total=False):
     """Options of any optimizer; each may differ between parameter groups, unless it says otherwise.
 
     A group holds only the options that it was given, so that without any it is the same as torch.optim's.
+
+    Args:
+        master_weights: keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its
+            state in float32, and round the parameter from it.
+        state_dtype: the dtype to keep state in, for the optimizers that can: "int8", torch.bfloat16, or None for the
+            dtype it is computed in.
+        max_norm: clip: scale the gradients by max_norm / (norm + 1e-6) where that is less than 1, inside the step. The
+            norm is over the gradients of all parameters of the optimizer together. None: don't.
+        accumulate: update once every `accumulate` calls of `step`, by the mean of the gradients that the backward
+            passes since the last update have added up; `zero_grad` leaves them alone until then. A state that is saved
+            between updates holds these gradients, too. The same for all groups.
+        ema: keep an average of each parameter, updated inside the step: a <- ema a + (1 - ema) p. It starts as the
+            parameter before its first step, and is kept in float32 or more. None: don't.
+        graph: take steps by replaying a CUDA graph: the same as calling `capture()`. One value for the optimizer.
+        arena: the arena to make state in: `arena.release()` then frees its memory, and `arena.restore()` brings it back
+            at the same addresses. One value for the optimizer; None: memory of its own.
+        maximize: ascend instead of descend.
+        foreach: recorded for torch.optim; changes nothing here.
+        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
+        fused: recorded for torch.optim, and saves step counts on the device.
+        differentiable: only False.
     """
 
-    master_weights: bool
-    """Keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its state in float32,
-    and round the parameter from it. Default False."""
-
-    state_dtype: str | torch.dtype | None
-    """The dtype to keep state in, for the optimizers that can: "int8", torch.bfloat16, or None for the dtype it is
-    computed in. Default None."""
-
-    max_norm: float | Tensor | None
-    """Clip: scale the gradients by max_norm / (norm + 1e-6) where that is less than 1, inside the step. The norm is
-    over the gradients of all parameters of the optimizer together. None: don't. Default None."""
-
-    accumulate: int
-    """Update once every `accumulate` calls of `step`, by the mean of the gradients that the backward passes since the
-    last update have added up; `zero_grad` leaves them alone until then. A state that is saved between updates holds
-    these gradients, too. The same for all groups. Default 1."""
-
-    ema: float | Tensor | None
-    """Keep an average of each parameter, updated inside the step: a <- ema a + (1 - ema) p. It starts as the parameter
-    before its first step, and is kept in float32 or more. None: don't. Default None."""
-
-    graph: bool
-    """Take steps by replaying a CUDA graph: the same as calling `capture()`. One value for the optimizer. Default
-    False."""
-
-    arena: Arena | None
-    """The arena to make state in: `arena.release()` then frees its memory, and `arena.restore()` brings it back at the
-    same addresses. One value for the optimizer. Default None: in memory of its own."""
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    fused: bool | None
+    differentiable: bool
 
 
 DEFAULTS: Options = {
@@ -60,7 +70,15 @@ DEFAULTS: Options = {
     "ema": None,
     "graph": False,
     "arena": None,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "fused": None,
+    "differentiable": False,
 }
+
+TORCH_OPTIONS = ("maximize", "foreach", "capturable", "fused", "differentiable")
+"""The options that torch.optim's classes have among their hyperparameters."""
 
 _OF_OPTIMIZER = {"graph", "arena"}
 """Options of the whole optimizer, which its groups don't hold."""
@@ -97,9 +115,10 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
     if type(count := group.get(PASSES, 0)) is not int or count < 0:
         raise ValueError(f"Invalid {PASSES}: {count}; expected the number of passes since the last update")
     if group.get("differentiable"):
+        peer = f" (torch.optim.{name} can differentiate through its step)" if hasattr(torch.optim, name) else ""
         raise ValueError(
             "differentiable=True is not supported: the step is one fused update in place, which autograd can't "
-            f"follow; expected False (torch.optim.{name} can differentiate through its step)"
+            f"follow; expected False{peer}"
         )
 
 

@@ -7,9 +7,9 @@ tensors a parameter), so like parameters get theirs together: each tensor has it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
 from subtensors.optim.versions import States
-from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import static_in_place
+
+if TYPE_CHECKING:
+    from subtensors.optim.optimizer import Optimizer
 
 MASTER = "master_param"
 AVERAGE = "ema"
@@ -37,31 +39,6 @@ Initializer = Callable[[Tensor], Tensor]
 """Makes the initial value of a state entry from its parameter, or from the float32 master."""
 
 
-class OptimizerRules(Protocol):
-    """The attributes and methods by which an optimizer class says what its state is."""
-
-    optional: ClassVar[Collection[str]]
-    low_bit: ClassVar[Mapping[str, bool]]
-    _initializers: ClassVar[Mapping[str, Initializer]]
-
-    @property
-    def update(self) -> Callable[..., None]:
-        """The math of one tensor."""
-        ...
-
-    def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """Return whether the parameters of this group have this entry."""
-        ...
-
-    def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
-        """Return whether this parameter has an entry that its group needs."""
-        ...
-
-    def init_state(self, entry: str, p: Tensor, group: ParamGroup) -> Tensor:
-        """The initial value of an entry."""
-        ...
-
-
 class Declaration:
     """The state entries and hyperparameters of an optimizer class, read from its `state` and `update`.
 
@@ -74,7 +51,7 @@ class Declaration:
             name of an option.
     """
 
-    def __init__(self, cls: type[OptimizerRules], base: type[OptimizerRules]) -> None:
+    def __init__(self, cls: type[Optimizer], base: type[Optimizer]) -> None:
         function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
         _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
         if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
@@ -107,9 +84,9 @@ class Declaration:
             raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
 
 
-def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
+def needed_entries(optimizer: Optimizer, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
-    needed = tuple([entry for entry in declaration.entries if rules.needs_state(entry, group)])
+    needed = tuple([entry for entry in optimizer._declaration.entries if optimizer.needs_state(entry, group)])
     return needed if group.get("ema") is None else (*needed, AVERAGE)
 
 
@@ -120,23 +97,20 @@ class StateFactory:
     garbage collection to be freed.
 
     Args:
-        declaration: the declaration of the optimizer's class.
-        rules: the optimizer, for its hooks.
-        state: the optimizer's state, which new entries are put into.
-        arena: where state is made; None for memory of its own.
-        is_static: make it static, since captured steps replay its addresses.
+        optimizer: the optimizer, whose hooks are called.
+        is_apart: put the state into a dict of its own, and its tensors where any are, rather than with the optimizer's.
     """
 
-    def __init__(
-        self, declaration: Declaration, rules: OptimizerRules, state: States, arena: Arena | None, is_static: bool
-    ) -> None:
-        self.declaration, self.rules, self.state = declaration, rules, state
-        self.arena, self.is_static = arena, is_static
+    def __init__(self, optimizer: Optimizer, is_apart: bool = False) -> None:
+        self.optimizer, self.declaration = optimizer, optimizer._declaration
+        self.state = States() if is_apart else optimizer.state
+        self.arena = None if is_apart else optimizer._arena
+        self.is_static = not is_apart and optimizer._capture is not None  # captured steps replay its addresses
 
     def entries_of(self, p: Tensor, needed: tuple[str, ...], group: ParamGroup) -> tuple[str, ...]:
         """The entries that a parameter has: its master if it has one, and the needed ones that apply to it."""
         if self.declaration.has_applies_hook:
-            needed = tuple([e for e in needed if e == AVERAGE or self.rules.applies_to(e, p, group)])
+            needed = tuple([e for e in needed if e == AVERAGE or self.optimizer.applies_to(e, p, group)])
         return (MASTER, *needed) if group.get("master_weights") and is_narrow(p.dtype) else needed
 
     def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
@@ -178,7 +152,7 @@ class StateFactory:
 
     def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
         """Create the state of all parameters of a group."""
-        needed = needed_entries(self.declaration, self.rules, group)
+        needed = needed_entries(self.optimizer, group)
         for p in params:
             self.create(p, self.entries_of(p, needed, group), group)
 
@@ -190,19 +164,20 @@ class StateFactory:
         p = p.float() if has_master else p
         if name == AVERAGE:
             return p.float() if is_narrow(p.dtype) else p.clone()
-        return p if name == MASTER else self.rules.init_state(name, p, group)
+        return p if name == MASTER else self.optimizer.init_state(name, p, group)
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""
-        initializers = self.declaration.initializers
-        if name == "step" and name not in initializers:
-            return init_steps(params)
-        is_copy = name in (MASTER, AVERAGE)
-        init_together = _INIT_TOGETHER.get(torch.clone if is_copy else initializers[name])
-        if init_together is None or not (is_copy or not self.declaration.has_init_hook):
+        initializer = self.declaration.initializers.get(name)
+        if name == "step" and initializer is None:
+            count = torch.empty((), dtype=torch.float32, device=params[0].device)
+            return init_together([count] * len(params), count.dtype, are_copies=False)
+        is_known = initializer in (torch.zeros_like, torch.clone) and not self.declaration.has_init_hook
+        if not is_known and name not in (MASTER, AVERAGE):
             return [self.initial_value(p, name, has_master, group) for p in params]
         dtype = params[0].dtype
-        return init_together(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
+        dtype = torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype
+        return init_together(params, dtype, are_copies=initializer is not torch.zeros_like)
 
     def _place(self, entry: Tensor) -> Tensor:
         """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
@@ -240,38 +215,20 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
         torch.cuda.empty_cache()
 
 
-def init_steps(params: Sequence[Tensor]) -> list[Tensor]:
-    """A 0-d float32 zero for each parameter, all on one device."""
-    first = torch.empty((), dtype=torch.float32, device=params[0].device)
-    made = [torch.empty_like(first) for _ in params]
-    torch._foreach_zero_(made)
-    return made
-
-
-def init_zeros(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of each parameter's size and strides.
+def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:
+    """A tensor of each parameter's size and strides, zero or a copy of it.
 
     Args:
         params: parameters of one device and dtype.
-        dtype: the dtype of the zeros.
+        dtype: the dtype of the tensors.
+        are_copies: copy the values.
     """
     made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_zero_(made)
+    if are_copies:
+        torch._foreach_copy_(made, [p.detach() for p in params])
+    else:
+        torch._foreach_zero_(made)
     return made
-
-
-def init_copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A copy of each parameter; arguments as in `init_zeros`."""
-    made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_copy_(made, [p.detach() for p in params])
-    return made
-
-
-_INIT_TOGETHER: dict[Initializer, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
-    torch.zeros_like: init_zeros,
-    torch.clone: init_copies,
-}
-"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""
 
 
 @contextmanager

@@ -6,14 +6,13 @@ state goes through it wrapped, as an object that torch doesn't know and leaves a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
@@ -23,34 +22,17 @@ from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low
 from subtensors.optim.options import ParamGroup, complete_group
 from subtensors.optim.provisional_state import make_state
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, Declaration, StateFactory, needed_entries
-from subtensors.optim.step import SteppedOptimizer, Updater
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
+
+if TYPE_CHECKING:
+    from subtensors.optim.optimizer import Optimizer
 
 SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
-class SavedOptimizer(SteppedOptimizer, Protocol):
-    """The attributes of an optimizer that are saved and loaded, or say how."""
-
-    defaults: Group
-    host_entries: ClassVar[Collection[str]]
-    _declaration: ClassVar[Declaration]
-    _updater: Updater
-    _capture: Capture | None
-    _is_provisional: bool
-
-    def _check(self, group: ParamGroup) -> None: ...
-
-    def register_load_state_dict_pre_hook(
-        self, hook: Callable[[torch.optim.Optimizer, SavedState], SavedState | None]
-    ) -> RemovableHandle:
-        """Call a function with each state dict before it is loaded."""
-        ...
-
-
-def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
+def saved_state(optimizer: Optimizer, make: Callable[[], SavedState]) -> SavedState:
     """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves.
 
     Args:
@@ -59,7 +41,7 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     """
     if is_provisional := optimizer._is_provisional:
         drop_state(optimizer)
-        make_state(optimizer.param_groups, optimizer._updater.state_factory(optimizer))
+        make_state(optimizer.param_groups, StateFactory(optimizer))
     saved = make()
     _add_gradients(saved, optimizer)
     if is_provisional:
@@ -77,18 +59,18 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     return saved
 
 
-def drop_state(optimizer: SavedOptimizer) -> None:
+def drop_state(optimizer: Optimizer) -> None:
     """Drop all state of an optimizer, which may be provisional."""
     optimizer.state.clear()
     optimizer._is_provisional = False
 
 
-def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
+def _add_gradients(saved: SavedState, optimizer: Optimizer) -> None:
     """Add the gradients that are left for a later step to a state dict of torch."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
     # Parameters without state get some beside it, as torch.optim takes what it loads to be all of it.
-    apart = StateFactory(optimizer._declaration, optimizer, States(), None, is_static=False)
+    apart = StateFactory(optimizer, is_apart=True)
     for p, group in accumulation.waiting(optimizer.param_groups):
         if not optimizer.state.get(p):
             apart.create_group([p], group)
@@ -96,7 +78,7 @@ def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
         saved["state"][indices[p]] = Entry({**state, GRADIENT: p.grad})
 
 
-def copied_state(optimizer: SavedOptimizer) -> dict[str, object]:
+def copied_state(optimizer: Optimizer) -> dict[str, object]:
     """The state that differs in a copy of an optimizer, which has parameters of its own."""
     # Steps are replayed there, from other graphs. Copies of parameters lack their gradients, which go as state.
     kept = {} if optimizer._capture is None else {"_capture": Capture(optimizer._capture.check)}
@@ -115,7 +97,7 @@ class _Wrapped:
 
 
 @contextmanager
-def loading(optimizer: SavedOptimizer) -> Iterator[None]:
+def loading(optimizer: Optimizer) -> Iterator[None]:
     """A context for torch's `load_state_dict`: state is wrapped on its way, and an error leaves all as it was."""
     # Wrapped in a hook, which comes after the user's.
     handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _wrapped(saved, optimizer))
@@ -129,14 +111,14 @@ def loading(optimizer: SavedOptimizer) -> Iterator[None]:
         handle.remove()
 
 
-def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
+def _wrapped(saved: SavedState, optimizer: Optimizer) -> SavedState:
     """Wrap the state of each parameter."""
     declaration, state = optimizer._declaration, saved["state"]
     foreign = _entries_of_others(declaration)
     for value in state.values():
         if isinstance(value, Mapping):
             _check_names(set(value), set(declaration.entries), foreign)
-    needed = any(needed_entries(declaration, optimizer, group) for group in optimizer.param_groups)
+    needed = any(needed_entries(optimizer, group) for group in optimizer.param_groups)
     if needed and state and all(type(key) is str and value == {} for key, value in state.items()):
         raise RuntimeError(
             "the state to load is empty: of a flattened checkpoint, torch.distributed.checkpoint looks for the names "
@@ -148,7 +130,7 @@ def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     return {**saved, "state": {key: _Wrapped(value, key not in from_lacking) for key, value in state.items()}}
 
 
-def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
+def restore_state(optimizer: Optimizer, former: list[Group]) -> None:
     """Complete what torch has put into an optimizer, from a state dict or from a copy.
 
     Args:
@@ -177,10 +159,10 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     accumulation.restore_gradients(groups, optimizer.state, was_underway, type(optimizer).__name__, is_packed)
 
 
-def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
+def _unwrap(optimizer: Optimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
-    state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
-    needed = needed_entries(optimizer._declaration, optimizer, group)
+    state, factory = optimizer.state, StateFactory(optimizer)
+    needed = needed_entries(optimizer, group)
     for p in group["params"]:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue

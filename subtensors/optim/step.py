@@ -7,10 +7,10 @@ gradients of the groups -> batches, as of the last step unless something changed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,13 @@ from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, 
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
-from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
-from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
+from subtensors.optim.state import AVERAGE, MASTER, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
-from subtensors.optim.versions import States
-from subtensors.static.arena import Arena
+
+if TYPE_CHECKING:
+    from subtensors.optim.optimizer import Optimizer
 
 Step = TypeVar("Step", bound=Callable[..., object])
 
@@ -77,17 +78,6 @@ class StepFunction(Protocol):
         ...
 
 
-class SteppedOptimizer(OptimizerRules, Protocol):
-    """The attributes of an optimizer that a step reads."""
-
-    param_groups: list[dict[str, Any]]
-    state: States
-
-    def _split_kinds(
-        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
-    ) -> Iterable[tuple[BatchKind, list[int]]]: ...
-
-
 class Updater:
     """The part of an optimizer that updates its parameters, with the batches that it keeps from step to step.
 
@@ -95,26 +85,12 @@ class Updater:
     garbage collection.
 
     Args:
-        cls: the optimizer's class, for messages and for functions of shards.
-        declaration: the class's declaration.
-        function: the class's step function.
-        arena: where state is made; None for memory of its own.
-        is_static: whether new state is static, for captured steps.
-        is_packed: whether parameters are packed, so that holding them in C++ saves nothing.
+        cls: the optimizer's class.
     """
 
-    def __init__(
-        self,
-        cls: type,
-        declaration: Declaration,
-        function: StepFunction,
-        arena: Arena | None,
-        is_static: bool = False,
-        is_packed: bool = False,
-    ) -> None:
-        self.declaration, self.function, self.arena = declaration, function, arena
-        self.is_static, self.is_packed = is_static, is_packed
-        self.is_fused = isinstance(function, FusedFunction)
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self.declaration, self.function = cls._declaration, cls._fusion
+        self.is_fused = isinstance(self.function, FusedFunction)
         """True if the update of a batch is one fused call."""
         self.norm = GradientNorm()
         self.groups: dict[int, GroupBatches] = {}
@@ -125,7 +101,7 @@ class Updater:
         self._shard_functions: dict[Sharding, FusedFunction] = {}
         """For steps of shards that depend on each other."""
 
-    def update_all(self, optimizer: SteppedOptimizer) -> None:
+    def update_all(self, optimizer: Optimizer) -> None:
         """Update every parameter that has a gradient, now or in the graph that is being captured."""
         recording = current_recording()
         groups = optimizer.param_groups
@@ -159,7 +135,7 @@ class Updater:
             columns.append(TensorColumn(map(_grad, group["params"]), like=like))
         return columns
 
-    def batches(self, optimizer: SteppedOptimizer, index: int, grads: TensorColumn) -> list[Batch]:
+    def batches(self, optimizer: Optimizer, index: int, grads: TensorColumn) -> list[Batch]:
         """The batches of a group for these gradients; state that a parameter lacks is created."""
         if optimizer.state.version.stamp is not self._stamp or len(self.groups) > len(optimizer.param_groups):
             self.forget()
@@ -168,7 +144,7 @@ class Updater:
         known = self.groups.get(index)
         if (
             known is not None
-            and (known.has_values(group) or known.accept(group, needed_entries(self.declaration, optimizer, group)))
+            and (known.has_values(group) or known.accept(group, needed_entries(optimizer, group)))
             and known.is_current(params, grads)
         ):
             return known.batches
@@ -176,7 +152,7 @@ class Updater:
         if known is not None and not known.has_params(params):
             self.forget()
         with gc_paused():
-            entries = needed_entries(self.declaration, optimizer, group)
+            entries = needed_entries(optimizer, group)
             kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
             batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
         self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
@@ -186,10 +162,6 @@ class Updater:
     def forget(self) -> None:
         """Drop the batches of all groups; traced and compiled functions stay."""
         self.groups.clear()
-
-    def state_factory(self, optimizer: SteppedOptimizer) -> StateFactory:
-        """A factory for the state of the optimizer."""
-        return StateFactory(self.declaration, optimizer, optimizer.state, self.arena, self.is_static)
 
     def refuse_sparse(self, grads: TensorColumn) -> None:
         """Raise RuntimeError if a gradient of a group is sparse."""
@@ -221,13 +193,13 @@ class Updater:
                 values[name] = value
         return values
 
-    def shard_mode(self, optimizer: SteppedOptimizer, group: ParamGroup, device: torch.device) -> tuple[bool, bool]:
+    def shard_mode(self, optimizer: Optimizer, group: ParamGroup, device: torch.device) -> tuple[bool, bool]:
         """Return whether a sharded step can run on local shards, and whether it then sums over processes."""
         if not isinstance(self.function, FusedFunction):
             return False, False
         p = torch.ones(2, device="cpu")
-        needed = needed_entries(self.declaration, optimizer, group)
-        factory = self.state_factory(optimizer)
+        needed = needed_entries(optimizer, group)
+        factory = StateFactory(optimizer)
         entries = [
             TensorColumn([factory.initial_value(p, e, False, group)]) if e in needed else None
             for e in (*self.declaration.entries, AVERAGE)
@@ -240,7 +212,7 @@ class Updater:
         return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
     def _update_batch(
-        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
+        self, optimizer: Optimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
     ) -> None:
         """Update the parameters of a batch, after or with the prelude."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -252,7 +224,7 @@ class Updater:
             *map(group.get, self.declaration.option_names),
         ]
         gradients = batch.gradients(grads)
-        if not batch.holds_parameters and not self.is_packed:
+        if not batch.holds_parameters and getattr(optimizer._capture, "packed", None) is None:  # else it saves nothing
             batch.hold_parameters()
         call = batch.repeated_call(options, gradients) or batch.new_call(
             options,
@@ -281,22 +253,22 @@ class Updater:
         return self._shard_functions[sharding]
 
     def _kinds(
-        self, optimizer: SteppedOptimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
+        self, optimizer: Optimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
     ) -> dict[BatchKind, list[int]]:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
         present = [i for i, g in enumerate(grads) if g is not None]
-        factory = self.state_factory(optimizer)
+        factory = StateFactory(optimizer)
         entries = [factory.entries_of(params[i], needed, group) for i in present]
         factory.create_all([params[i] for i in present], entries, group)
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
-            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
+            dtypes = tuple([low_bit_dtype(entry, p, group, self.declaration.low_bit) for entry in own])
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 
-    def _batch(self, optimizer: SteppedOptimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
+    def _batch(self, optimizer: Optimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
         """The batch of these parameters of the group, which are of one kind."""
         sees_shards = reduces_shards = False
         if kind.sharding is not None:

@@ -13,6 +13,7 @@ from wrong_values import N
 
 import subtensors as st
 from subtensors.lists.tree_structure import indexes_each
+from subtensors.optim.options import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -298,8 +299,6 @@ _POINTS: dict[str, EntryPoint] = {
     ),
 }
 
-_OPTIONS = ("master_weights", "state_dtype", "max_norm", "accumulate", "ema", "graph", "arena")
-
 
 def _of_optimizer(name: str, cls: type[torch.optim.Optimizer]) -> EntryPoint:
     own = tuple(p for p in inspect.signature(cls).parameters if p not in ("params", "options", "device"))
@@ -314,7 +313,7 @@ def _of_optimizer(name: str, cls: type[torch.optim.Optimizer]) -> EntryPoint:
     return EntryPoint(
         _stepped(cls),
         lambda: {"params": [_leaf(*shape)], "lr": 0.1},
-        tuple(dict.fromkeys((*own, *_OPTIONS))),
+        tuple(dict.fromkeys((*own, *DEFAULTS))),
         plain=plain,
     )
 

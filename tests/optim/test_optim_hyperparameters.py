@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from small_models import ones
 from torch.nn import Parameter
 
 import subtensors as st
+from subtensors.optim.options import DEFAULTS
 
 NAN = float("nan")
 OPTIONS = {"max_norm": 1.0, "ema": 0.5}
@@ -189,3 +191,28 @@ def test_options_are_numbers_too(option: str, value: Any) -> None:
     ):
         with pytest.raises(ValueError, match=f"Invalid {option}: {value!r}; expected"):
             make()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_docstring_has_each_argument_and_option_once(case: Any) -> None:
+    names = [name for name in inspect.signature(case.cls).parameters if name != "options"]
+    section = case.cls.__doc__.split("    Args:\n")[1].split("\n\n")[0]
+    documented = re.findall(r"^        (\w+): \S", section, re.MULTILINE)
+    assert documented == list(dict.fromkeys((*names, *DEFAULTS)))
+    assert "\n    Raises:\n        ValueError: " in case.cls.__doc__
+
+
+@pytest.mark.parametrize("name", ["Lion", "Muon", "SOAP", "RMSprop"])
+def test_the_flags_of_torch_are_options_of_every_class(name: str) -> None:
+    cls, weights = getattr(st.optim, name), [param(), param()]
+    descends, ascends = cls([weights[0]]), cls([weights[1]], maximize=True, foreach=False, capturable=True)
+    for sign, p, optimizer in zip((1, -1), weights, (descends, ascends), strict=True):
+        for _ in range(2):
+            p.grad = sign * torch.eye(2)
+            optimizer.step()
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], param())
+    assert ascends.param_groups[0]["capturable"] is True
+    with pytest.raises(ValueError, match="differentiable=True is not supported") as error:
+        cls([param()], differentiable=True)
+    assert ("can differentiate" in str(error.value)) == hasattr(torch.optim, name)

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -28,38 +28,16 @@ class Adam(Optimizer):
         p <- p - (lr / (1 - beta1^t)) (m / (sqrt(v) (1 - beta2^t)^(-1/2) + eps))
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rate of each average; two numbers or two tensors of one element.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: the L2 penalty; decoupled, the share of lr that a step takes off the parameter.
-        amsgrad: as above.
-        foreach: recorded for torch.optim; changes nothing here.
-        maximize: ascend instead of descend.
-        capturable: recorded for torch.optim, and saves step counts on the device; a step can always be captured.
-        differentiable: only False.
-        fused: recorded for torch.optim, and saves step counts on the device.
+        amsgrad: divide by the largest v so far.
         decoupled_weight_decay: as in AdamW.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
-
-    Example:
-        >>> import subtensors as st
-        >>> w = torch.nn.Parameter(torch.ones(2))
-        >>> opt = st.optim.Adam([w], lr=0.5)
-        >>> w.grad = torch.tensor([3.0, -1.0])
-        >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization" (2015); Reddi et al., "On the Convergence of Adam
     and Beyond" (2018) for amsgrad.
     """
 
-    _accepted = Like(torch.optim.Adam)
+    _accepted = Accepted(torch.optim.Adam)
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
@@ -73,11 +51,6 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
@@ -88,28 +61,11 @@ class Adam(Optimizer):
         return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
     def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        max_exp_avg_sq: Tensor | None,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        decoupled_weight_decay: bool,
-    ) -> None:
-        """The math of the class, for one tensor."""
+        self, p, g, step, exp_avg, exp_avg_sq, max_exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay
+    ):
         beta1, beta2 = betas
-        step.add_(1)
-        # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
-        t = step.double()
-
         g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
-        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         v = exp_avg_sq
         if max_exp_avg_sq is not None:
             v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
@@ -126,10 +82,14 @@ def decay_weights(p: Tensor, g: Tensor, lr: float, weight_decay: float | None, i
     return g + weight_decay * p
 
 
-def update_moments(exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, beta1: float, beta2: float) -> None:
-    """m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2."""
+def update_moments(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, betas: tuple[float, float]) -> Tensor:
+    """t <- t + 1, m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2; return t."""
+    # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
+    t: Tensor = step.add_(1).double()
+    beta1, beta2 = betas
     exp_avg.mul_(beta1).add_((1 - beta1) * g)
     exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+    return t
 
 
 def adam_denominator(v: Tensor, beta2: float, t: Tensor, eps: float) -> Tensor:
@@ -143,21 +103,7 @@ class AdamW(Adam):
         p <- p - lr weight_decay p                      then as in Adam, without its L2 penalty
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: as in `Adam`.
-        betas: as in `Adam`.
-        eps: as in `Adam`.
         weight_decay: the share of lr that a step takes off the parameter.
-        amsgrad: as in `Adam`.
-        maximize: as in `Adam`.
-        foreach: as in `Adam`.
-        capturable: as in `Adam`.
-        differentiable: only False.
-        fused: as in `Adam`.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -165,12 +111,13 @@ class AdamW(Adam):
         >>> opt = st.optim.AdamW([w], lr=0.5, weight_decay=0.5)
         >>> w.grad = torch.tensor([3.0, -1.0])
         >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.2500, 1.2500], requires_grad=True)
+        >>> w.detach()
+        tensor([0.2500, 1.2500])
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
+
+    _accepted = Accepted(torch.optim.AdamW)
 
     def __init__(
         self,
@@ -180,29 +127,9 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            **options,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from subtensors.fused.fuse import fused
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
 from subtensors.optim.traced_update import compute_dtype
@@ -34,7 +33,6 @@ class Muon(MatrixOptimizer):
 
     Args:
         params: parameters with two dimensions, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         weight_decay: decoupled, as in AdamW.
         momentum: the decay rate of the momentum.
         nesterov: as in the math.
@@ -43,7 +41,6 @@ class Muon(MatrixOptimizer):
         ns_steps: iterations.
         adjust_lr_fn: None or "original" for s as above; "match_rms_adamw" for 0.2 sqrt(max(rows, columns)), with which
             the learning rates and weight decays of AdamW fit.
-        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is no real matrix.
@@ -62,7 +59,7 @@ class Muon(MatrixOptimizer):
     Scalable for LLM Training" (2025) for `match_rms_adamw`. The form is torch's.
     """
 
-    _accepted = Like(torch.optim.Muon, ns_steps="[0, 100)")
+    _accepted = Accepted(torch.optim.Muon, ns_steps="[0, 100)")
     is_replayable = True
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -92,19 +89,19 @@ class Muon(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        momentum_buffer: TensorList,
+        p,
+        g,
+        momentum_buffer,
         *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        ns_coefficients: Coefficients,
-        eps: float,
-        ns_steps: float,
-        adjust_lr_fn: str | None,
-    ) -> None:
+        lr,
+        weight_decay,
+        momentum,
+        nesterov,
+        ns_coefficients,
+        eps,
+        ns_steps,
+        adjust_lr_fn,
+    ):
         """The math of the class, for all matrices."""
         x: Any
         x, norm = _momentum(g, momentum_buffer, momentum, nesterov, eps)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 from subtensors.optim.state import MASTER
@@ -31,34 +31,16 @@ class AdamWScheduleFree(Optimizer):
     rounds; with `master_weights` it rounds in float32.
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the position of y between z and x, and the decay rate of v; the first more than 0.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled, taken at y.
         warmup_steps: steps over which the learning rate grows linearly.
         r: the power of t in the weights of the average.
         weight_lr_power: the power of the learning rate in them.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
-
-    Example:
-        >>> import subtensors as st
-        >>> w = torch.nn.Parameter(torch.ones(2))
-        >>> opt = st.optim.AdamWScheduleFree([w], lr=0.5)
-        >>> w.grad = torch.tensor([3.0, -1.0])
-        >>> opt.step()
-        >>> w
-        Parameter containing:
-        tensor([0.5000, 1.5000], requires_grad=True)
 
     Source: Defazio et al., "The Road Less Scheduled" (2024), Algorithm 1.
     """
 
-    _accepted = Ranges(betas=("(0, 1)", "[0, 1)"), warmup_steps="[0, inf]")  # with a first of 0, y would not hold x
+    _accepted = Accepted(betas=("(0, 1)", "[0, 1)"), warmup_steps="[0, inf]")  # with a first of 0, y would not hold x
     optional = ("weight_decay", "warmup_steps")
     state = {
         "z": torch.clone,
@@ -77,32 +59,29 @@ class AdamWScheduleFree(Optimizer):
         warmup_steps: int = 0,
         r: float = 0.0,
         weight_lr_power: float = 2.0,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()) | {"train_mode": True}, **options)
 
     def update(
         self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor,
-        z: Tensor,
-        exp_avg_sq: Tensor,
-        weight_sum: Tensor,
-        lr_max: Tensor,
+        p,
+        g,
+        step,
+        z,
+        exp_avg_sq,
+        weight_sum,
+        lr_max,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float | None,
-        warmup_steps: float | None,
-        r: float,
-        weight_lr_power: float,
-        train_mode: bool,
-    ) -> None:
-        """The math of the class, for one tensor."""
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        warmup_steps,
+        r,
+        weight_lr_power,
+        train_mode,
+    ):
         if not train_mode:
             raise RuntimeError("the parameters hold the average: call train() of the optimizer before a step")
         beta1, beta2 = betas

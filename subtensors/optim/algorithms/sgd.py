@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum."""
+"""Stochastic gradient descent: with momentum, and averaging its parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from subtensors.optim.hyperparameters import Like, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.options import Options, OwnOptions, ParamGroup
 
 
 class SGD(Optimizer):
@@ -20,20 +20,9 @@ class SGD(Optimizer):
         p <- p - lr b                                   nesterov: p <- p - lr (g + momentum b)
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         momentum: 0 keeps no buffer.
         dampening: as in the math.
-        weight_decay: the L2 penalty.
         nesterov: needs a momentum and no dampening.
-        maximize: ascend instead of descend.
-        foreach: recorded for torch.optim; changes nothing here.
-        differentiable: only False.
-        fused: recorded for torch.optim; changes nothing here.
-        options: the options of every optimizer, `Options`.
-
-    Raises:
-        ValueError: a value is out of range.
 
     Example:
         >>> import subtensors as st
@@ -42,15 +31,14 @@ class SGD(Optimizer):
         >>> for _ in range(2):
         ...     w.grad = torch.ones(2)
         ...     opt.step()
-        >>> w
-        Parameter containing:
-        tensor([-0.2500, -0.2500], requires_grad=True)
+        >>> w.detach()
+        tensor([-0.2500, -0.2500])
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013), with torch's
     placing of the learning rate and its undamped first step.
     """
 
-    _accepted = Like(torch.optim.SGD)
+    _accepted = Accepted(torch.optim.SGD)
     optional = ("weight_decay", "dampening")
     state = {"momentum_buffer": torch.zeros_like}
 
@@ -62,11 +50,6 @@ class SGD(Optimizer):
         dampening: float = 0,
         weight_decay: float = 0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
@@ -75,20 +58,7 @@ class SGD(Optimizer):
         """A buffer with a momentum; a count only where dampening makes the first step another."""
         return group["momentum"] != 0 and (entry != "step" or group["dampening"] != 0)
 
-    def update(
-        self,
-        p: Tensor,
-        g: Tensor,
-        step: Tensor | None,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float | None,
-        weight_decay: float | None,
-        nesterov: bool,
-    ) -> None:
-        """The math of the class, for one tensor."""
+    def update(self, p, g, step, momentum_buffer, *, lr, momentum, dampening, weight_decay, nesterov):
         if weight_decay is not None:
             g = g + weight_decay * p
         if momentum_buffer is not None:
@@ -111,3 +81,62 @@ class SGD(Optimizer):
                     if name != "step" and (written or name != "momentum_buffer")
                 }
         return saved
+
+
+class ASGD(Optimizer):
+    """Averaged stochastic gradient descent; takes and saves what `torch.optim.ASGD` does.
+
+        g <- g + weight_decay p
+        p <- p - eta (g + lambd p)                      eta starts as lr
+        a <- a + mu (p - a)                             the average, `state[p]["ax"]`; mu starts as 1
+        eta <- lr / (1 + lambd lr t)^alpha
+        mu <- 1 / max(1, t - t0)
+
+    Args:
+        lambd: how fast the parameter and the learning rate decay.
+        alpha: the power of the learning rate's decay.
+        t0: the step after which the average is one.
+
+    Source: Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), with Bottou's schedules.
+    """
+
+    _accepted = Accepted(torch.optim.ASGD)
+    optional = ("weight_decay",)
+    host_entries = ()  # torch, too, keeps these counts on the device
+    state = {
+        "eta": lambda p: torch.zeros((), device=p.device, dtype=torch.float32),
+        "mu": lambda p: torch.ones((), device=p.device, dtype=torch.float32),
+        "ax": torch.zeros_like,
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **options: Unpack[OwnOptions],
+    ) -> None:
+        super().__init__(params, hyperparameters(locals()), **options)
+
+    def init_state(self, entry: str, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """The learning rate of the first step is lr."""
+        started = super().init_state(entry, p, group)
+        return started.fill_(float(group["lr"])) if entry == "eta" else started
+
+    def update(self, p, g, step, eta, mu, ax, *, lr, lambd, alpha, t0, weight_decay):
+        step.add_(1)
+        t, rate = step.double(), eta.double()
+        if weight_decay is not None:
+            g = g + weight_decay * p
+        # Not (1 - lambd eta) p: so near to 1, the factor would be rounded to float32 the same way in every step.
+        p.sub_(rate * (g + lambd * p))
+        ax.copy_(torch.where(mu == 1, p, ax + mu * (p - ax)))
+        eta.copy_(lr / (1 + lambd * lr * t) ** alpha)
+        mu.copy_(1 / (t - t0).clamp(min=1))

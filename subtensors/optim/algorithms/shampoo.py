@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from subtensors.fused.fuse import fused
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.algorithms.preconditioners import (
     SIDES,
@@ -24,7 +23,7 @@ from subtensors.optim.algorithms.preconditioners import (
     square,
     widened,
 )
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options, ParamGroup
 
@@ -45,17 +44,12 @@ class Shampoo(MatrixOptimizer):
     have a diagonal: D <- D + g^2, d <- g / sqrt(D + eps).
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         momentum: 0 keeps no buffer.
-        weight_decay: the L2 penalty.
         eps: as in the math.
         beta2: 1 sums second moments, as the paper does; less averages them.
         update_freq: steps from one computation of the roots to the next.
         max_size: the longest side that is preconditioned.
         grafting: None, or "sgd" for steps as long as the gradient, tensor by tensor.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -74,7 +68,7 @@ class Shampoo(MatrixOptimizer):
     grafting.
     """
 
-    _accepted = Ranges(
+    _accepted = Accepted(
         eps="(0, inf]", beta2="(0, 1]", update_freq="[1, inf]", max_size="[0, inf]", grafting="None or 'sgd'"
     )
     optional = ("weight_decay",)
@@ -99,8 +93,6 @@ class Shampoo(MatrixOptimizer):
         update_freq: int = 1,
         max_size: int = 8192,
         grafting: str | None = None,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
@@ -118,24 +110,24 @@ class Shampoo(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        left: TensorList | None,
-        right: TensorList | None,
-        left_root: TensorList | None,
-        right_root: TensorList | None,
-        square_sum: TensorList | None,
-        momentum_buffer: TensorList | None,
+        p,
+        g,
+        step,
+        left,
+        right,
+        left_root,
+        right_root,
+        square_sum,
+        momentum_buffer,
         *,
-        lr: float,
-        momentum: float,
-        weight_decay: float | None,
-        eps: float,
-        beta2: float,
-        update_freq: float,
-        grafting: str | None,
-    ) -> None:
+        lr,
+        momentum,
+        weight_decay,
+        eps,
+        beta2,
+        update_freq,
+        grafting,
+    ):
         """The math of the class, for all parameters with the same sides."""
         share = 1.0 if beta2 == 1 else 1 - beta2
         gradient: Any = widened(p, g, weight_decay)

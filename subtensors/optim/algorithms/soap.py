@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -25,7 +24,7 @@ from subtensors.optim.algorithms.preconditioners import (
     square,
     widened,
 )
-from subtensors.optim.hyperparameters import Ranges, hyperparameters
+from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options
 
@@ -48,17 +47,12 @@ class SOAP(MatrixOptimizer):
     is Adam.
 
     Args:
-        params: parameters, `(name, parameter)` pairs, or parameter groups.
-        lr: the learning rate, a number or a tensor of one element.
         betas: the decay rates of the two averages.
         shampoo_beta: the decay rate of L and R; -1 for the second of `betas`.
-        eps: added to the denominator, to keep the quotient finite.
         weight_decay: decoupled.
         precondition_frequency: steps from one power iteration to the next.
         max_precond_dim: the longest side with a basis of its own.
         correct_bias: multiply d by the factor beside it.
-        maximize: ascend instead of descend.
-        options: the options of every optimizer, `Options`.
 
     Raises:
         ValueError: a value is out of range, or a parameter is complex.
@@ -77,7 +71,7 @@ class SOAP(MatrixOptimizer):
     order of columns and the defaults are those of its authors' code.
     """
 
-    _accepted = Ranges(shampoo_beta="-1 or [0, 1)", precondition_frequency="[1, inf]", max_precond_dim="[0, inf]")
+    _accepted = Accepted(shampoo_beta="-1 or [0, 1)", precondition_frequency="[1, inf]", max_precond_dim="[0, inf]")
     optional = ("weight_decay",)
     state = {
         "step": host_count,
@@ -100,8 +94,6 @@ class SOAP(MatrixOptimizer):
         precondition_frequency: int = 10,
         max_precond_dim: int = 10000,
         correct_bias: bool = True,
-        *,
-        maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
@@ -113,24 +105,24 @@ class SOAP(MatrixOptimizer):
 
     def update(
         self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        exp_avg: TensorList,
-        exp_avg_sq: TensorList,
-        left: TensorList | None,
-        right: TensorList | None,
-        left_basis: TensorList | None,
-        right_basis: TensorList | None,
+        p,
+        g,
+        step,
+        exp_avg,
+        exp_avg_sq,
+        left,
+        right,
+        left_basis,
+        right_basis,
         *,
-        lr: float,
-        betas: tuple[float, float],
-        shampoo_beta: float,
-        eps: float,
-        weight_decay: float | None,
-        precondition_frequency: float,
-        correct_bias: bool,
-    ) -> None:
+        lr,
+        betas,
+        shampoo_beta,
+        eps,
+        weight_decay,
+        precondition_frequency,
+        correct_bias,
+    ):
         """The math of the class, for all parameters with the same sides."""
         moments = [(s, x) for s, x in zip(SIDES, (left, right), strict=True) if x is not None]
         bases = [x for x in (left_basis, right_basis) if x is not None]
@@ -147,7 +139,7 @@ class SOAP(MatrixOptimizer):
                 g_rotated, m_rotated = _rotate([own, average], basis, sides)
                 v = as_matrices(squares) if sides else squares
                 direction: Any = _adam(g_rotated, m_rotated, v, betas[1], eps, factor)
-                (direction,) = _rotate_back([direction], basis, sides)
+                (direction,) = _rotate([direction], basis, sides, is_back=True)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
                 # The sum has no name, so that it is freed after the call: it is as large as the state.
@@ -219,21 +211,10 @@ def power_iteration(moment: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(image)[0], order
 
 
-def _rotate(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L^T x Q_R of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q.mT @ x if side == "left" else x @ q)
-
-
-def _rotate_back(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L x Q_R^T of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q @ x if side == "left" else x @ q.mT)
-
-
-Product = Callable[[Tensor, Tensor, str], Tensor]
-"""A product of stacks of matrices with those of one side."""
-
-
-def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str], product: Product) -> list[TensorList]:
+def _rotate(
+    lists: list[TensorList], bases: list[TensorList], sides: list[str], is_back: bool = False
+) -> list[TensorList]:
+    """Q_L^T x Q_R of each list; back, Q_L x Q_R^T."""
     if not sides:
         return lists
 
@@ -241,7 +222,8 @@ def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str]
         results = []
         for x in stacks[: len(lists)]:
             for q, side in zip(stacks[len(lists) :], sides, strict=True):
-                x = product(x, q, side)
+                q = q if is_back else q.mT
+                x = q @ x if side == "left" else x @ q.mT
             results.append(x)
         return tuple(results)
 
