@@ -22,6 +22,8 @@ from subtensors.sizes.infer_sizes import infer_sizes
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import StaticAddressTensor, static
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AddressError",
     "Arena",
@@ -37,6 +39,7 @@ __all__ = [
     "Sizes",
     "StaticAddressTensor",
     "TensorList",
+    "__version__",
     "bucketed",
     "chunk",
     "clip_grad_norm_",
