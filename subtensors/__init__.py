@@ -19,6 +19,7 @@ from subtensors.sizes.bucket_policies import Geometric, Linear, Sizes
 from subtensors.sizes.dims import Dim
 from subtensors.sizes.fit_buckets import fit_buckets
 from subtensors.sizes.infer_sizes import infer_sizes
+from subtensors.sizes.plot_buckets import plot_buckets
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import StaticAddressTensor, static
 
@@ -51,6 +52,7 @@ __all__ = [
     "pad",
     "pad_masked",
     "pad_nested",
+    "plot_buckets",
     "static",
     "stochastic_round_",
     "to_masked",

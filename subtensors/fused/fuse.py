@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -47,6 +48,13 @@ class Fused(Generic[P, R]):
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
         return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        try:
+            arguments = str(inspect.signature(self.function))
+        except ValueError:  # a function of torch's, written in C++
+            arguments = "(...)"
+        return f"<st.fused {self.fusion.name}{arguments}: traced {'once' if self.traces == 1 else f'{self.traces} times'}>"
 
     def __get__(self, instance: object, owner: type | None = None) -> Fused[..., R]:
         """The method of an object: fused math of its own, whose `self` is the object."""

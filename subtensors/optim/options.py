@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     """Keep a float32 `master_param` for every bfloat16 or float16 parameter, with the rest of its state in float32,
     and round the parameter from it. Default False."""
 
-    state_dtype: str | torch.dtype | None
+    state_dtype: Literal["int8"] | torch.dtype | None
     """The dtype to keep state in, for the optimizers that can: "int8", torch.bfloat16, or None for the dtype it is
     computed in. Default None."""
 
