@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor", help=_DOCTOR, description=_DOCTOR, epilog="example: python -m subtensors doctor > report.txt"
     )
     explain = commands.add_parser(
-        "explain", help=_EXPLAIN, description=_EXPLAIN, epilog="example: python -m subtensors explain train.py --steps 3"
+        "explain",
+        help=_EXPLAIN,
+        description=_EXPLAIN,
+        epilog="example: python -m subtensors explain train.py --steps 3",
     )
     explain.add_argument("script", help="a Python file")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

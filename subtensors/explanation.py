@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from subtensors.arguments import shown
+from subtensors.arguments import shown, signature_of
 from subtensors.bucketed.check import CheckReport
 from subtensors.bucketed.runner import Bucketed
 from subtensors.bucketed.statistics import Statistics
@@ -25,7 +25,6 @@ from subtensors.sizes.bucket_policies import BucketPolicy
 from subtensors.sizes.dims import Dim
 from subtensors.static.arena import Arena, explain_static
 from subtensors.static.static_tensor import StaticAddressTensor
-
 
 Explained: TypeAlias = (
     Tensor | Arena | Optimizer | Dim | BucketPolicy | AcceptedSizes | Statistics | CheckReport | Callable[..., object]
@@ -82,7 +81,7 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
         )
     if not args and not kwargs and f"{getattr(subject, '__module__', '')}.".startswith("subtensors."):
         purpose = (inspect.getdoc(subject) or "").partition("\n")[0]
-        return f"{getattr(subject, '__name__', subject)}{inspect.signature(subject)}: {purpose}"
+        return f"{getattr(subject, '__name__', subject)}{signature_of(subject)}: {purpose}"
     try:
         padded = has_padding(args, kwargs)
     except RecursionError:

@@ -43,8 +43,9 @@ def check_bucketed(device: str) -> str:
 def check_list(device: str) -> str:
     """Check a sum of two lists, element by element."""
     x, y = ([torch.randn(n, device=device) for n in (3, 50, 700)] for _ in range(2))
-    for total, a, b in zip((st.TensorList(x) + st.TensorList(y)).tensors, x, y, strict=True):
-        _same(total, a + b)
+    total = st.TensorList(x) + st.TensorList(y)
+    for i, (a, b) in enumerate(zip(x, y, strict=True)):
+        _same(total[i], a + b)
     return "foreach overloads of torch"
 
 
@@ -101,7 +102,7 @@ def check_arena(device: str) -> str:
     """Check that a tensor has its address and values again after its memory was released and restored."""
     arena = st.Arena(device, reserve="64MiB")
     x = arena.zeros(1000)
-    x += 1
+    x.add_(1)
     address = x.data_ptr()
     arena.release()
     arena.restore()
