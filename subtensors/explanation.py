@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from subtensors.arguments import shown, signature_of
-from subtensors.bucketed.check import CheckReport
 from subtensors.bucketed.runner import Bucketed
-from subtensors.bucketed.statistics import Statistics
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.fused.fuse import Fused
@@ -20,14 +18,18 @@ from subtensors.lists.torch_function import explain_call
 from subtensors.optim import Optimizer
 from subtensors.padded.explanation import explain_padded_call, explain_padding, has_padding
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.sizes.accepted_sizes import AcceptedSizes
-from subtensors.sizes.bucket_policies import BucketPolicy
 from subtensors.sizes.dims import Dim
 from subtensors.static.arena import Arena, explain_static
 from subtensors.static.static_tensor import StaticAddressTensor
 
+if TYPE_CHECKING:
+    from subtensors.bucketed.check import CheckReport
+    from subtensors.bucketed.statistics import Statistics
+    from subtensors.sizes.accepted_sizes import AcceptedSizes  # this loads sympy
+    from subtensors.sizes.bucket_policies import BucketPolicy
+
 Explained: TypeAlias = (
-    Tensor | Arena | Optimizer | Dim | BucketPolicy | AcceptedSizes | Statistics | CheckReport | Callable[..., object]
+    "Tensor | Arena | Optimizer | Dim | BucketPolicy | AcceptedSizes | Statistics | CheckReport | Callable[..., object]"
 )
 """What `st.explain` takes."""
 
@@ -73,8 +75,8 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
     if isinstance(subject, Dim):
         ends = "have no end, without a max" if subject.max is None else f"are {_shortened(subject.buckets)}"
         return f"{subject}; its buckets {ends}"
-    if isinstance(subject, (BucketPolicy, AcceptedSizes, Statistics, CheckReport)):
-        return str(subject)
+    if not callable(subject) and type(subject).__module__.startswith("subtensors."):
+        return str(subject)  # sizes, policies, statistics and reports describe themselves
     if not callable(subject):
         raise TypeError(
             f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {shown(subject)}"

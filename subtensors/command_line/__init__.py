@@ -1,1 +1,1 @@
-"""What `python -m subtensors` runs."""
+"""The programs behind `python -m subtensors`."""
