@@ -1,4 +1,5 @@
-# Every target makes its own environment once, in .venv. To use one that you already have, name its Python:
+# Every target makes its environment once, in .venv: `make demo` and `make doctor` a small one, which the others add to.
+# To use one that you already have, name its Python:
 #   make test PYTHON=/path/to/python
 # Another version of torch, with the triton and numpy that pip gives it, has an environment of its own, .venv-2.15.0:
 #   make test TORCH=2.15.0
@@ -6,14 +7,16 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 ifeq ($(origin PYTHON),undefined)
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo
 endif
 
 MINUTES ?= 5
 
-.PHONY: help demo test test-all test-gpu lint bench docs memcheck soak fuzz
+.PHONY: help demo doctor test test-all test-gpu lint bench docs memcheck soak fuzz
 
 help:
 	@echo "make demo    train a small GPT with plain PyTorch and with subtensors, side by side"
+	@echo "make doctor  what this machine has, what runs on it and how, and a self-test of each type"
 	@echo "make test    the suite, examples of docstrings and pages included; TORCH=2.15.0 on that version"
 	@echo "make test-all    and the tests that take long"
 	@echo "make test-gpu    the tests that run on a GPU (needs a CUDA device)"
@@ -25,17 +28,26 @@ help:
 	@echo "make memcheck    the tests of arenas and replays under compute-sanitizer (needs a CUDA device)"
 
 # torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt
 	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python3 is %s, and 3.11 is needed" % sys.version)'
+	@echo "Making $(VENV) with torch, and what the demo draws with. It takes 1 to 10 minutes, most of them for torch."
 	python3 -m venv $(VENV)
-	grep -v -E '^($(if $(TORCH),torch|numpy|setuptools,#))' constraints.txt > $(VENV)/constraints.txt
-	$(if $(TORCH),echo torch==$(TORCH) >> $(VENV)/constraints.txt)
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch 'setuptools>=77'
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test,docs]'
+	@grep -v -E '^($(if $(TORCH),torch|numpy|setuptools,#))' constraints.txt > $(VENV)/constraints.txt
+	@$(if $(TORCH),echo torch==$(TORCH) >> $(VENV)/constraints.txt)
+	$(VENV)/bin/python -m pip install --constraint $(VENV)/constraints.txt torch 'setuptools>=77'
+	$(VENV)/bin/python -m pip install --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[plot]'
 	@touch $@
 
-demo: $(READY)
-	PYTHONPATH=docs/examples $(PYTHON) -m demo
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "Adding what tests, pages and checks need to $(VENV). It takes about a minute."
+	$(VENV)/bin/python -m pip install --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test,docs]'
+	@touch $@
+
+demo: $(DEMO_READY)
+	$(PYTHON) -m subtensors demo
+
+doctor: $(DEMO_READY)
+	$(PYTHON) -m subtensors doctor
 
 test: $(READY)
 	$(if $(TORCH),COMPATIBILITY=1 )$(PYTHON) -m pytest -q -n 2
@@ -54,7 +66,7 @@ lint: $(READY)
 	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo
 
 bench: $(READY)
-	PYTHONPATH=tests $(PYTHON) -m benchmarks optim --out docs/benchmarks
+	$(PYTHON) -m subtensors bench optim --out docs/benchmarks
 
 docs: $(READY)
 	$(PYTHON) docs/build.py out/docs

@@ -19,8 +19,11 @@ from subtensors.sizes.bucket_policies import Geometric, Linear, Sizes
 from subtensors.sizes.dims import Dim
 from subtensors.sizes.fit_buckets import fit_buckets
 from subtensors.sizes.infer_sizes import infer_sizes
+from subtensors.sizes.plot_buckets import plot_buckets
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import StaticAddressTensor, static
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AddressError",
@@ -37,6 +40,7 @@ __all__ = [
     "Sizes",
     "StaticAddressTensor",
     "TensorList",
+    "__version__",
     "bucketed",
     "chunk",
     "clip_grad_norm_",
@@ -48,6 +52,7 @@ __all__ = [
     "pad",
     "pad_masked",
     "pad_nested",
+    "plot_buckets",
     "static",
     "stochastic_round_",
     "to_masked",

@@ -1,18 +1,27 @@
-"""The command line: `python -m subtensors` runs programs of a clone of the repository that no wheel contains."""
+"""The command line: `python -m subtensors`; two of its commands run programs of a clone that no wheel contains."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import subtensors
+
 _PROGRAMS = {
     "demo": ("docs/examples", "demo", "train a small GPT with plain PyTorch and with subtensors, side by side"),
-    "bench": ("tests", "benchmarks", "measure beside the peers"),
+    "bench": ("tests", "benchmarks", "measure beside the peers, on a GPU"),
 }
 """For each command the folder of its program, the program, and its summary."""
+
+_EXTRAS = {"demo": "plot", "bench": "bench"}
+"""The extra that installs what each program draws with."""
+
+_DOCTOR = "show versions, GPU and which path runs, self-test each type, and say what to do about what is missing"
+_EXPLAIN = "run a script, then say what fell back in it, where and why"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,12 +33,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="subtensors", description="Tensor subclasses for PyTorch programs.")
+    parser = argparse.ArgumentParser(
+        prog="subtensors",
+        description="Tensor subclasses for PyTorch programs.",
+        epilog="example: python -m subtensors doctor",
+    )
+    parser.add_argument("--version", action="version", version=f"subtensors {subtensors.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    commands.add_parser(
+        "doctor", help=_DOCTOR, description=_DOCTOR, epilog="example: python -m subtensors doctor > report.txt"
+    )
+    explain = commands.add_parser(
+        "explain",
+        help=_EXPLAIN,
+        description=_EXPLAIN,
+        epilog="example: python -m subtensors explain train.py --steps 3",
+    )
+    explain.add_argument("script", help="a Python file")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     for name, (_, _, summary) in _PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    return run_program(options.command, rest)
+    if options.command in _PROGRAMS:
+        return run_program(options.command, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "explain":
+        from subtensors.command_line.explain_script import explain_script
+
+        return explain_script(options.script, options.arguments)
+    from subtensors.command_line.doctor import doctor
+
+    return doctor()
 
 
 def run_program(command: str, arguments: Sequence[str]) -> int:
@@ -40,7 +75,7 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
         arguments: of the program.
 
     Returns:
-        The exit status; 2 if the package was installed without the repository.
+        The exit status; 2 if the package was installed without the repository, or without what the program draws with.
     """
     folder, program, _ = _PROGRAMS[command]
     root = Path(__file__).resolve().parents[1]
@@ -48,6 +83,13 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
         print(
             f"`subtensors {command}` runs {folder}/{program} of the repository, which an installed wheel does not "
             f"hold: clone the repository, and there run `make {command}`",
+            file=sys.stderr,
+        )
+        return 2
+    if lacking := [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]:
+        print(
+            f"`subtensors {command}` draws with {' and '.join(lacking)}: "
+            f'pip install "subtensors[{_EXTRAS[command]}]", or run `make {command}`',
             file=sys.stderr,
         )
         return 2

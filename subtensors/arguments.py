@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from typing import SupportsIndex
 
 import torch
@@ -12,6 +14,18 @@ from subtensors.dispatch.ops.errors import SizeError
 
 LARGEST_SIZE = (1 << 63) - 1
 """The largest size that a tensor's dim can have."""
+
+
+def signature_of(function: Callable[..., object]) -> str:
+    """Return the signature of a function or class as text; "(...)" where Python doesn't know it.
+
+    >>> signature_of(lambda x, *, y=1: x), signature_of(torch.add)
+    ('(x, *, y=1)', '(...)')
+    """
+    try:
+        return str(inspect.signature(function))
+    except ValueError:
+        return "(...)"
 
 
 def shown(value: object) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from subtensors.arguments import shown
+from subtensors.arguments import shown, signature_of
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
 from subtensors.dispatch.ops.tree import PyTree
@@ -16,16 +18,30 @@ from subtensors.lists.torch_function import explain_call
 from subtensors.optim import Optimizer
 from subtensors.padded.explanation import explain_padded_call, explain_padding, has_padding
 from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.sizes.dims import Dim
 from subtensors.static.arena import Arena, explain_static
 from subtensors.static.static_tensor import StaticAddressTensor
 
+if TYPE_CHECKING:
+    from subtensors.bucketed.check import CheckReport
+    from subtensors.bucketed.statistics import Statistics
+    from subtensors.sizes.accepted_sizes import AcceptedSizes  # this loads sympy
+    from subtensors.sizes.bucket_policies import BucketPolicy
 
-def explain(subject: Tensor | Arena | Optimizer | Callable[..., object], *args: PyTree, **kwargs: PyTree) -> str:
+Explained: TypeAlias = (
+    "Tensor | Arena | Optimizer | Dim | BucketPolicy | AcceptedSizes | Statistics | CheckReport | Callable[..., object]"
+)
+"""What `st.explain` takes."""
+
+
+def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
     """Describe a value or a planned call: the rules, groups, chunks and kernels that apply, and why.
 
     Args:
         subject: a TensorList, a PaddedTensor, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an
-            Arena, an optimizer, a fused function, or any torch function; the last two with the arguments of a call.
+            Arena, an optimizer, a runner of `st.bucketed`, its statistics and check reports, a Dim, a bucket policy,
+            sizes that were inferred, a fused function, or any torch function; the last two with the arguments of a
+            call. Of a function or class of this package alone, its signature and purpose.
         args: arguments of the call, which is planned but not run.
         kwargs: keyword arguments of the call.
 
@@ -56,12 +72,25 @@ def explain(subject: Tensor | Arena | Optimizer | Callable[..., object], *args: 
         return explain_padding(subject)
     if isinstance(subject, Tensor):
         return explain_loss(subject)
+    if isinstance(subject, Dim):
+        ends = "have no end, without a max" if subject.max is None else f"are {_shortened(subject.buckets)}"
+        return f"{subject}; its buckets {ends}"
+    if not callable(subject) and type(subject).__module__.startswith("subtensors."):
+        return str(subject)  # sizes, policies, statistics and reports describe themselves
     if not callable(subject):
         raise TypeError(
             f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {shown(subject)}"
         )
+    if not args and not kwargs and f"{getattr(subject, '__module__', '')}.".startswith("subtensors."):
+        purpose = (inspect.getdoc(subject) or "").partition("\n")[0]
+        return f"{getattr(subject, '__name__', subject)}{signature_of(subject)}: {purpose}"
     try:
         padded = has_padding(args, kwargs)
     except RecursionError:
         raise ValueError("explain takes the arguments of a call; one is a container that holds itself") from None
     return explain_padded_call(subject, args, kwargs) if padded else explain_call(subject, *args, **kwargs)
+
+
+def _shortened(numbers: Sequence[int]) -> str:
+    """Return numbers as text, only the first and last of many."""
+    return ", ".join(map(str, numbers if len(numbers) <= 8 else [*numbers[:4], "...", numbers[-1]]))

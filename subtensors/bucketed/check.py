@@ -74,6 +74,13 @@ class CheckReport:
         """True if the results were compared and agree."""
         return not self.difference and not self.not_checked
 
+    def __str__(self) -> str:
+        at = ", ".join(f"{name}={size}" for name, size in self.sizes.items()) or "no Dim"
+        if self.not_checked:
+            return f"not checked at {at}: {self.not_checked}"
+        found = f"differs: {self.difference}" if self.difference else "passed: the same as the plain program"
+        return "\n".join([f"{found}, at {at}", *(f"  {line}" for line in self.lines)])
+
 
 @dataclass
 class Expected:

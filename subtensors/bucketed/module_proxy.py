@@ -19,6 +19,10 @@ class ModuleProxy:
 
     program: Program
 
+    def __dir__(self) -> list[str]:
+        names = dir(vars(self).get("program"))
+        return sorted({*super().__dir__(), *(name for name in names if not name.startswith("__"))})
+
     if not TYPE_CHECKING:  # so that mypy sees a wrong name of its own
 
         def __getattr__(self, name: str) -> object:

@@ -15,9 +15,10 @@ from subtensors.bucketed.check import Checker
 from subtensors.bucketed.fallbacks import Fallbacks
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.module_proxy import ModuleProxy
-from subtensors.bucketed.statistics import Statistics, plot_statistics
+from subtensors.bucketed.statistics import Statistics
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
+from subtensors.sizes.plot_buckets import plot_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,6 +40,10 @@ class Reports(ModuleProxy):
     def programs(self) -> Mapping[str, Reports]:
         """The programs that a call of another method runs, by name; none in general."""
         return {}
+
+    def __repr__(self) -> str:
+        dims = ", ".join(map(str, self.dims.distinct.values()))
+        return f"<st.bucketed {self.name} on {dims or 'no Dim'}: {str(self.stats()).splitlines()[0]}>"
 
     def no_graph_reasons(self) -> list[str]:
         """Return the reasons why buckets could not be captured."""
@@ -92,4 +97,4 @@ class Reports(ModuleProxy):
 
     def plot(self) -> Figure:
         """Draw how often each size was called, its bucket and the bucket's waste, one row per Dim."""
-        return plot_statistics(self.stats(), self.dims.distinct)
+        return plot_sizes(self.stats().sizes, self.dims.distinct)

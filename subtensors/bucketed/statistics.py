@@ -1,21 +1,16 @@
-"""Statistics of a bucketed program, as numbers and as a figure: calls, captures, memory, waste, and fallbacks."""
+"""Statistics of a bucketed program, as numbers and as a table: calls, captures, memory, waste, and fallbacks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from html import escape
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from subtensors.byte_sizes import format_bytes
-from subtensors.dispatch.ops.errors import SizeError
-from subtensors.sizes.dims import Dim
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TIMING_SAMPLE_EVERY = 64
 """One in this many replays is timed."""
@@ -81,7 +76,7 @@ class BucketStatistics:
         return self.graph_bytes + self.input_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Statistics:
     """The statistics of a bucketed program up to now.
 
@@ -150,41 +145,28 @@ class Statistics:
         lines += [f"  {count} calls not checked: {reason}" for reason, count in self.not_checked.items()]
         return "\n".join(lines)
 
+    __repr__ = __str__
 
-def plot_statistics(statistics: Statistics, dims: Mapping[str, Dim]) -> Figure:
-    """Draw one row per Dim: calls over the true size as bars, buckets as lines, and the waste of each bucket.
-
-    Args:
-        statistics: the counters.
-        dims: by name.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
-    figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
-    for i, (name, dim) in enumerate(dims.items()):
-        axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
-        counted = statistics.sizes.get(name, Counter())
-        axes.bar(list(counted), list(counted.values()), color="tab:blue", label="calls")
-        axes.set_xlabel(f"true size of {name}")
-        axes.set_ylabel("calls")
-        used = sorted({_bucket(dim, size) for size in counted})
-        for bucket in used:
-            axes.axvline(bucket, color="gray", linewidth=0.8)
-        waste = axes.twinx()
-        waste.set_ylim(0, 1)
-        waste.set_ylabel("wasted part of a bucket")
-        wasted = []
-        for bucket in used:
-            inside = {size: n for size, n in counted.items() if _bucket(dim, size) == bucket}
-            wasted.append(1 - sum(size * n for size, n in inside.items()) / (bucket * sum(inside.values())))
-        waste.step([0, *used], [*wasted, wasted[-1]] if used else [0], where="post", color="tab:red", label="waste")
-    return figure
+    def _repr_html_(self) -> str:
+        """The same as a notebook shows it: a table of the buckets between the first line and the notes."""
+        first, *rest = str(self).splitlines()
+        notes = rest[len(self.buckets) :]
+        rows = [
+            [
+                ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim",
+                ", ".join(map(str, b.shapes)),
+                *map(str, (b.calls, b.hits, b.captures)),
+                "" if (replay := b.replay_ms) is None else f"{replay:.3f}",
+                format_bytes(b.bytes),
+                f"{b.waste:.0%}",
+            ]
+            for b in self.buckets
+        ]
+        head = _html_row("th", "bucket shapes calls replays captures replay&nbsp;ms memory waste".split())
+        body = "".join(_html_row("td", map(escape, row)) for row in rows)
+        below = "".join(f"<p>{escape(note.strip())}</p>" for note in notes)
+        return f"<p>{escape(first)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>{below}"
 
 
-def _bucket(dim: Dim, size: int) -> int:
-    try:
-        return dim.bucket(size)
-    except SizeError:
-        return size
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"

@@ -11,7 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 import optree
 import torch
 
-from subtensors.arguments import LARGEST_SIZE
+from subtensors.arguments import LARGEST_SIZE, signature_of
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -47,6 +47,10 @@ class Fused(Generic[P, R]):
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
         return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        traced = "once" if self.traces == 1 else f"{self.traces} times"
+        return f"<st.fused {self.fusion.name}{signature_of(self.function)}: traced {traced}>"
 
     def __get__(self, instance: object, owner: type | None = None) -> Fused[..., R]:
         """The method of an object: fused math of its own, whose `self` is the object."""

@@ -165,6 +165,9 @@ class Capture:
         """The numbers of steps captured, replayed and run eagerly."""
         return {"recordings": self.recordings, "replays": self.replays, "eager_steps": self.eager_steps}
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.explain().splitlines()[0]}>"
+
     def explain(self) -> str:
         """Describe what a step replays, and the reasons for recaptures and eager steps, in a few lines."""
         lines = [f"captured: {self.recordings} recordings, {self.replays} replays, {self.eager_steps} eager steps"]

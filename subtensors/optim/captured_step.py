@@ -153,6 +153,11 @@ class CapturedStep:
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
         self.constants[launch.source] -= set(launch.number_indices)
 
+    def __repr__(self) -> str:
+        launches = "eager" if self.recording is None else f"{len(self.recording.launches)} launches"
+        because = f": {self.reason}" if self.reason else ""
+        return f"<{type(self).__name__} of {len(self.params)} tensors on {self.device}, {launches}{because}>"
+
     def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
         if (index := self.param_guard.first_changed(self.params)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class OwnOptions(TypedDict, total=False):
     """The options of `Options` that torch.optim's classes don't have."""
 
     master_weights: bool
-    state_dtype: str | torch.dtype | None
+    state_dtype: Literal["int8"] | torch.dtype | None
     max_norm: float | Tensor | None
     accumulate: int
     ema: float | Tensor | None

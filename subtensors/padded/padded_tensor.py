@@ -160,7 +160,7 @@ class PaddedTensor(Tensor):
         """
         return tuple(self._host_size(factors) for factors in self._dims)
 
-    def unpad(self) -> Any:
+    def unpad(self) -> Tensor | list[Tensor]:
         """The unpadded data.
 
         Returns:
@@ -223,7 +223,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.arange(3), {0: st.Dim("n", max=8, buckets=4)}).numpy()
             array([0, 1, 2])
         """
-        data: Tensor | list[Tensor] = self.unpad()
+        data = self.unpad()
         if isinstance(data, list):
             raise RuleError("a ragged batch is no array: [row.numpy() for row in x.unpad()] gives one a row")
         return data.numpy(force=force)

@@ -42,7 +42,7 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
 
     Source: optimal one-dimensional clustering by dynamic programming, after Wang & Song, "Ckmeans.1d.dp", 2011.
     """
-    sample = _sample(lengths)
+    sample = sample_of("fit_buckets", lengths)
     max_graphs = whole_number("max_graphs", max_graphs, at_least=1)
     multiple_of = whole_number("multiple_of", multiple_of, at_least=1)
     if int(sample.max()) + multiple_of > LARGEST_SIZE:
@@ -52,14 +52,14 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
     return Sizes(sizes[_ends_of_runs(sizes, counts, max_graphs)].tolist())
 
 
-def _sample(lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
-    """Return the lengths as a vector of positive integers."""
+def sample_of(name: str, lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
+    """Return the lengths that the function `name` was given as a vector of positive integers."""
     try:
         sample = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths))
     except (TypeError, ValueError, RuntimeError):  # nothing to go through, lists that differ, a tensor without values
         sample = np.empty(0)
     if not sample.size or sample.dtype.kind not in "iu" or sample.ndim != 1 or sample.min() < 1:
-        raise ValueError(f"fit_buckets takes one or more lengths, each an int of at least 1, got {shown(lengths)}")
+        raise ValueError(f"{name} takes one or more lengths, each an int of at least 1, got {shown(lengths)}")
     return sample
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks`."""
+"""The benchmarks' command line: `python -m subtensors bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from benchmarks import (
     bucketed,
@@ -39,12 +41,28 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }
 
+EXAMPLES = {"fit-plan": " --rows docs/benchmarks/chunked.json", "figures": " --out docs/benchmarks"}
+"""The options in the example of those that measure nothing."""
+
+
+def why_not_measurable(options: argparse.Namespace, is_device_given: bool) -> str:
+    """The reason why this machine can't measure what the options ask for; "" if it can."""
+    device = getattr(options, "device", None)
+    if device is None or torch.cuda.is_available():
+        return ""
+    if device == "cuda":
+        return "--device cuda: torch finds no GPU here; `python -m subtensors doctor` says why"
+    if not is_device_given:
+        return "this measures a GPU, and torch finds none here: --tiny --device cpu shows that it runs"
+    return ""
+
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     """Give a parser one command a benchmark."""
     commands = parser.add_subparsers(required=True, metavar="benchmark")
     for name, (summary, add_arguments) in BENCHMARKS.items():
-        add_arguments(commands.add_parser(name, help=summary, description=summary))
+        example = f"example: python -m subtensors bench {name}" + EXAMPLES.get(name, " --tiny --device cpu")
+        add_arguments(commands.add_parser(name, help=summary, description=summary, epilog=example))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beside = str(Path(__file__).parents[1])
     if beside not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join([beside, *filter(None, [os.environ.get("PYTHONPATH")])])
-    parser = argparse.ArgumentParser(prog="benchmarks", description="Measure beside the peers.")
+    parser = argparse.ArgumentParser(
+        prog="subtensors bench",
+        description="Measure beside the peers.",
+        epilog="example: python -m subtensors bench optim --sets llama1b --out out/one",
+    )
     add_benchmarks(parser)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    if reason := why_not_measurable(options, any(part.startswith("--device") for part in given)):
+        print(reason, file=sys.stderr)
+        return 2
     status: int = options.run(options)
     return status
 

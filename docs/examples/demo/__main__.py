@@ -1,4 +1,4 @@
-"""The demo's command line: `make demo`, or `PYTHONPATH=docs/examples python -m demo`."""
+"""The demo's command line: `make demo`, or `python -m subtensors demo`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit status.
     """
     parser = argparse.ArgumentParser(
-        prog="demo", description="Train a small GPT with plain PyTorch and with subtensors, side by side."
+        prog="subtensors demo",
+        description="Train a small GPT with plain PyTorch and with subtensors, side by side.",
+        epilog="example: python -m subtensors demo --steps 20",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=at_least_two, help="optimizer steps of each run, two at least")
     parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the plot (%(default)s)")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch finds no GPU here; `python -m subtensors doctor` says why", file=sys.stderr)
+        return 2
     plan = PLANS[options.device]
     if options.steps is not None:
         plan = dataclasses.replace(plan, steps=options.steps)
