@@ -17,13 +17,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import MethodType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from subtensors.arguments import shown
-from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.bucketed import Bucketed, bucketed
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.sizes.dims import Dim
 
@@ -101,65 +102,72 @@ class ChunkedHead:
         return None
 
 
-def compile_layers(model: nn.Module, options: Mapping[str, object], undo: ExitStack) -> None:
-    """Compile each layer of a model in place.
+class Body:
+    """The forward of a model's body, compiled layer by layer, and run in buckets where gradients are off.
 
-    Raises:
-        TypeError: it has no layers of the class that transformers gives them.
-    """
-    layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
-    layers = [module for module in model.modules() if isinstance(module, layer_class)]
-    if not layers:
-        raise TypeError(f"compile=True compiles a model's layers, and {type(model).__name__} has none of transformers'")
-    for layer in layers:
-        keep(layer, "_compiled_call_impl", undo)
-        layer.compile(**options)
-
-
-class BucketedBody:
-    """The forward of a model's body, run in buckets where it makes neither gradients nor a cache.
+    A call that doesn't ask for a cache, as one for a loss doesn't, makes none: each layer writes a place of its own in
+    it, and would be compiled by itself. With a cache, as in `generate`, the body runs as it did.
 
     Args:
-        forward: of the body.
-        length: the dim of the sequence.
+        body: a model without its head.
+        length: the dim of the sequence; None for no buckets.
     """
 
-    def __init__(self, forward: Callable[..., object], length: Dim) -> None:
-        self.forward = forward
-        self.signature = inspect.signature(forward)
-        self.run = bucketed(forward, {name: {1: length} for name in _PER_TOKEN if name in self.signature.parameters})
+    def __init__(self, body: nn.Module, length: Dim | None) -> None:
+        self.body = body
+        self.replaced = vars(body).get("forward")
+        self.run: Bucketed | None = None
+        if length is not None:
+            names = [name for name in _PER_TOKEN if name in inspect.signature(self.plain).parameters]
+            self.run = bucketed(self.plain, {name: {1: length} for name in names})
 
     @classmethod
-    def install(cls, model: nn.Module, length: Dim, undo: ExitStack) -> None:
-        """Put it in the place of the body's own forward.
+    def install(
+        cls, model: nn.Module, options: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
+    ) -> None:
+        """Put it in the place of the body's own forward, and compile the layers by `options`.
 
         Raises:
-            TypeError: the body's calls can't be told from the model's.
+            TypeError: a body can't be told from the model, or has no layers of the class that transformers gives them.
         """
         inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
-        body: nn.Module = getattr(inner, str(inner.base_model_prefix), inner)
-        if body is inner:
-            raise TypeError(f"buckets= runs a model's body, and {type(model).__name__} has none apart from its head")
-        ours = cls(body.forward, length)
-        undo.callback(ours.run.release)
+        body: nn.Module = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
+        layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+        layers = [module for module in body.modules() if isinstance(module, layer_class)]
+        if body is inner or not layers:
+            raise TypeError(
+                f"compile= and buckets= take a model whose body has layers, and {type(model).__name__} hasn't"
+            )
+        forward = cls(body, length)
         keep(body, "forward", undo)
-        body.forward = ours
+        body.forward = forward
+        if forward.run is not None:
+            undo.callback(forward.run.release)
+        for layer in [] if options is None else layers:
+            keep(layer, "_compiled_call_impl", undo)
+            layer.compile(**options)
+
+    @property
+    def plain(self) -> Callable[..., object]:
+        """The forward that was there."""
+        return self.replaced or MethodType(type(self.body).forward, self.body)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the body."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
-        bound = self.signature.bind(*args, **kwargs).arguments
-        given = {**bound.pop("kwargs", {}), **bound}
-        tokens = [value for name in _PER_TOKEN if (value := given.get(name)) is not None]
-        if (
-            given.get("input_ids") is None
-            or given.get("past_key_values") is not None
-            or given.get("use_cache")
-            or any(not isinstance(value, Tensor) or value.ndim != 2 for value in tokens)
-        ):
-            return self.forward(*args, **kwargs)
-        return self.run(**{**given, "use_cache": False})
+        if torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            with torch.compiler.set_stance("force_eager"):
+                return self.plain(*args, **kwargs)
+        kwargs["use_cache"] = False
+        if self.run is None or torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        given = inspect.signature(self.plain).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        tokens = [given.get(name) for name in _PER_TOKEN]
+        if tokens[0] is None or any(x is not None and (not isinstance(x, Tensor) or x.ndim != 2) for x in tokens):
+            return self.plain(*args, **kwargs)
+        return self.run(**given)
 
 
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")

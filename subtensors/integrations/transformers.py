@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from subtensors import optim
 from subtensors.arguments import shown
-from subtensors.integrations.causal_lm import BucketedBody, ChunkedHead, compile_layers, keep, output_head
+from subtensors.chunked.chunked_tensor import chunk
+from subtensors.integrations.causal_lm import Body, ChunkedHead, keep, output_head
 from subtensors.lists.norms import total_norm
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
@@ -60,7 +61,8 @@ def apply(
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
             says nothing stays None, and attention causal by a flag, as in eager code.
         buckets: the dim of the sequence, such as `st.Dim("seq", max=2048, buckets=128)`: the body then runs through
-            `st.bucketed` where gradients are off, as in evaluation, and no cache is asked for.
+            `st.bucketed` where gradients are off, as in evaluation. With `compile` or `buckets`, a call makes a cache
+            only if it says `use_cache=True`, as `generate` does.
         options: of the optimizer, such as `lr=1e-4` and `max_norm=1.0`.
 
     Returns:
@@ -93,10 +95,8 @@ def apply(
     try:
         if chunking is not None:
             ChunkedHead(chunking).attach(model, head, undo)
-        if compiling is not None:
-            compile_layers(model, compiling, undo)
-        if buckets is not None:
-            BucketedBody.install(model, buckets, undo)
+        if compiling is not None or buckets is not None:
+            Body.install(model, compiling, buckets, undo)
     except BaseException:
         undo.close()
         raise
@@ -227,11 +227,12 @@ def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
 
 def _loss(loss: str | Mapping[str, object] | None) -> Mapping[str, object] | None:
     """The arguments of `st.chunk`; None for a loss that is left alone."""
-    if isinstance(loss, Mapping) or loss is None:
-        return loss
-    if loss != "chunked":
+    if loss is not None and loss != "chunked" and not isinstance(loss, Mapping):
         raise ValueError(f'loss is "chunked", a dict of the arguments of st.chunk, or None; got {shown(loss)}')
-    return {}
+    division = {} if loss == "chunked" else loss
+    if division is not None:
+        chunk(torch.zeros(1), **division)  # type: ignore[arg-type]  # refuses wrong ones
+    return division
 
 
 def _compilation(compile: bool | Mapping[str, object]) -> Mapping[str, object] | None:
