@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.arguments import shown
-from subtensors.bucketed.bucketed import Bucketed, bucketed
+from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.sizes.dims import Dim
 
@@ -123,9 +124,9 @@ class Body:
 
     @classmethod
     def install(
-        cls, model: nn.Module, options: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
+        cls, model: nn.Module, compiling: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
     ) -> None:
-        """Put it in the place of the body's own forward, and compile the layers by `options`.
+        """Put it in the place of the body's own forward, and compile the layers.
 
         Raises:
             TypeError: a body can't be told from the model, or has no layers of the class that transformers gives them.
@@ -143,9 +144,9 @@ class Body:
         body.forward = forward
         if forward.run is not None:
             undo.callback(forward.run.release)
-        for layer in [] if options is None else layers:
+        for layer in [] if compiling is None else layers:
             keep(layer, "_compiled_call_impl", undo)
-            layer.compile(**options)
+            layer.compile(**compiling or {})
 
     @property
     def plain(self) -> Callable[..., object]:

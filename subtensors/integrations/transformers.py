@@ -83,7 +83,9 @@ def apply(
         >>> applied.revert()
     """
     chunking = _loss(loss)
-    compiling = _compilation(compile)
+    if not isinstance(compile, bool | Mapping):
+        raise TypeError(f"compile is a bool, or a dict of the arguments of torch.compile; got {shown(compile)}")
+    compiling = compile if isinstance(compile, Mapping) else {} if compile else None
     if buckets is not None and not isinstance(buckets, Dim):
         raise TypeError(f"buckets is a st.Dim or None, got {shown(buckets)}")
     if optimizer is None and options:
@@ -227,18 +229,10 @@ def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
 
 def _loss(loss: str | Mapping[str, object] | None) -> Mapping[str, object] | None:
     """The arguments of `st.chunk`; None for a loss that is left alone."""
-    if loss is not None and loss != "chunked" and not isinstance(loss, Mapping):
-        raise ValueError(f'loss is "chunked", a dict of the arguments of st.chunk, or None; got {shown(loss)}')
+    if loss is None:
+        return None
     division = {} if loss == "chunked" else loss
-    if division is not None:
-        chunk(torch.zeros(1), **division)  # type: ignore[arg-type]  # refuses wrong ones
+    if not isinstance(division, Mapping):
+        raise ValueError(f'loss is "chunked", a dict of the arguments of st.chunk, or None; got {shown(loss)}')
+    chunk(torch.zeros(1), **division)  # type: ignore[arg-type]  # refuses wrong ones
     return division
-
-
-def _compilation(compile: bool | Mapping[str, object]) -> Mapping[str, object] | None:
-    """The arguments of `torch.compile`; None for none."""
-    if isinstance(compile, Mapping):
-        return compile
-    if not isinstance(compile, bool):
-        raise TypeError(f"compile is a bool, or a dict of the arguments of torch.compile; got {shown(compile)}")
-    return {} if compile else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,15 @@ def trainer_in(folder: Path, dtype: torch.dtype = torch.float32, **arguments: An
     return trainer
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a Trainer says to accelerate, by variables of the process, is for that test."""
+    kept = {**os.environ}
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
 def logged(trainer: Any, name: str) -> list[float]:
     """A number of each step."""
     return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
@@ -79,7 +90,7 @@ def weights(trainer: Any) -> list[Tensor]:
 
 @functools.cache
 def alone(smoothing: float) -> tuple[Any, Tensor, float]:
-    """A Trainer by itself that has trained, what float64 makes of its weights, and how far those here may be from it."""
+    """A Trainer by itself that has trained, its weights in float64, and how far from those others may be."""
     with tempfile.TemporaryDirectory() as name:
         folder, arguments = Path(name), {"label_smoothing_factor": smoothing, "save_strategy": "no"}
         exact = trainer_in(folder, torch.float64, **arguments)
