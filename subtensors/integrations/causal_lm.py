@@ -168,7 +168,8 @@ class Body:
         tokens = [given.get(name) for name in _PER_TOKEN]
         if tokens[0] is None or any(x is not None and (not isinstance(x, Tensor) or x.ndim != 2) for x in tokens):
             return self.plain(*args, **kwargs)
-        return self.run(**given)
+        with torch.compiler.set_stance("force_eager"):  # each bucket would be a compilation of each layer's code
+            return self.run(**given)
 
 
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
