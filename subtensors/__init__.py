@@ -1,6 +1,6 @@
 """Tensor types around values you already have: lists of tensors as one value, and math fused over them."""
 
-from subtensors import optim
+from subtensors import integrations, optim
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.check import CheckReport
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
@@ -48,6 +48,7 @@ __all__ = [
     "fit_buckets",
     "fused",
     "infer_sizes",
+    "integrations",
     "optim",
     "pad",
     "pad_masked",

@@ -1,0 +1,5 @@
+"""One call for users of other packages, which are imported only when it is made."""
+
+from subtensors.integrations import transformers
+
+__all__ = ["transformers"]

@@ -1,0 +1,176 @@
+"""What a causal language model of transformers is made of, and what is changed about each part.
+
+    body (layers) -> hidden states -> head -> logits -> loss
+      |    |                           |
+      |    compiled one by one         given a ChunkedTensor, so that the logits and whatever loss reads them
+      |                                are run chunk by chunk, the model's and the trainer's code unchanged
+      run in buckets without gradients
+
+Layers are compiled rather than the body, since the body makes the mask: compiled code can't read what it is given, and
+makes a tensor of a mask that says nothing, which keeps attention from its flash kernel. In eager code the mask is then
+None, and attention causal by a flag.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import MethodType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from subtensors.arguments import shown
+from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.runner import Bucketed
+from subtensors.chunked.chunked_tensor import chunk
+from subtensors.sizes.dims import Dim
+
+
+def keep(owner: object, name: str, undo: ExitStack) -> None:
+    """Have `undo` put an attribute of an object back to what it is now, or take it away if there is none."""
+    attributes = vars(owner)
+    if name in attributes:
+        undo.callback(attributes.__setitem__, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name, None)
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """Return the linear layer that makes the logits, adapters of PEFT around it included.
+
+    Raises:
+        TypeError: the model has none, or is no decoder of its own.
+    """
+    name = type(model).__name__
+    find = getattr(model, "get_output_embeddings", None)
+    if find is None:
+        raise TypeError(f"apply takes a causal language model of transformers, got {shown(model)}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"apply takes a causal language model; {name} is an encoder and a decoder")
+    head = find()
+    inner = next((part for part in map(vars(head).get("_modules", {}).get, _WRAPPED) if part), head) if head else head
+    if not isinstance(inner, nn.Linear):
+        raise TypeError(
+            f"apply takes a model whose head is a torch.nn.Linear; that of {name}, get_output_embeddings(), is "
+            f"{'None' if inner is None else f'a {type(inner).__name__}'}"
+        )
+    return cast(nn.Module, head)
+
+
+_WRAPPED = ("base_layer", "original_module")
+"""Under which names PEFT keeps the layer that an adapter is for."""
+
+
+class ChunkedHead:
+    """The hooks that chunk what the head is given, where a loss is going to read its logits.
+
+    That is where the model is called with labels, and where it trains. Logits that are asked for themselves, by
+    `generate` or in evaluation without labels, are plain.
+
+    Args:
+        division: the arguments of `st.chunk`.
+    """
+
+    def __init__(self, division: Mapping[str, object]) -> None:
+        self.division = dict(division)
+        self.has_labels = False
+
+    def attach(self, model: nn.Module, head: nn.Module, undo: ExitStack) -> None:
+        """Register the hooks.
+
+        Raises:
+            ValueError: the model has them already.
+        """
+        if any(isinstance(getattr(hook, "__self__", None), ChunkedHead) for hook in head._forward_pre_hooks.values()):
+            raise ValueError(f"the head of {type(model).__name__} is chunked already; revert() that first")
+        undo.callback(model.register_forward_pre_hook(self._before_model, with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(self._after_model, always_call=True).remove)
+        undo.callback(head.register_forward_pre_hook(self._before_head).remove)
+
+    def _before_model(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self.has_labels = kwargs.get("labels") is not None
+
+    def _after_model(self, model: nn.Module, args: tuple[object, ...], result: object) -> None:
+        self.has_labels = False
+
+    def _before_head(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self.has_labels or (head.training and torch.is_grad_enabled()):
+            return (chunk(args[0], dim=-2, **self.division), *args[1:])  # type: ignore[arg-type]  # checked by it
+        return None
+
+
+class Body:
+    """The forward of a model's body, compiled layer by layer, and run in buckets where gradients are off.
+
+    A call that doesn't ask for a cache, as one for a loss doesn't, makes none: each layer writes a place of its own in
+    it, and would be compiled by itself. With a cache, as in `generate`, the body runs as it did.
+
+    Args:
+        body: a model without its head.
+        length: the dim of the sequence; None for no buckets.
+    """
+
+    def __init__(self, body: nn.Module, length: Dim | None) -> None:
+        self.body = body
+        self.replaced = vars(body).get("forward")
+        self.run: Bucketed | None = None
+        if length is not None:
+            names = [name for name in _PER_TOKEN if name in inspect.signature(self.plain).parameters]
+            self.run = bucketed(self.plain, {name: {1: length} for name in names})
+
+    @classmethod
+    def install(
+        cls, model: nn.Module, compiling: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
+    ) -> None:
+        """Put it in the place of the body's own forward, and compile the layers.
+
+        Raises:
+            TypeError: a body can't be told from the model, or has no layers of the class that transformers gives them.
+        """
+        inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
+        body: nn.Module = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
+        layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+        layers = [module for module in body.modules() if isinstance(module, layer_class)]
+        if body is inner or not layers:
+            raise TypeError(
+                f"compile= and buckets= take a model whose body has layers, and {type(model).__name__} hasn't"
+            )
+        forward = cls(body, length)
+        keep(body, "forward", undo)
+        body.forward = forward
+        if forward.run is not None:
+            undo.callback(forward.run.release)
+        for layer in [] if compiling is None else layers:
+            keep(layer, "_compiled_call_impl", undo)
+            layer.compile(**compiling or {})
+
+    @property
+    def plain(self) -> Callable[..., object]:
+        """The forward that was there."""
+        return self.replaced or MethodType(type(self.body).forward, self.body)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the body."""
+        if torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            with torch.compiler.set_stance("force_eager"):
+                return self.plain(*args, **kwargs)
+        kwargs["use_cache"] = False
+        if self.run is None or torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        given = inspect.signature(self.plain).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        tokens = [given.get(name) for name in _PER_TOKEN]
+        if tokens[0] is None or any(x is not None and (not isinstance(x, Tensor) or x.ndim != 2) for x in tokens):
+            return self.plain(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):  # each bucket would be a compilation of each layer's code
+            return self.run(**given)
+
+
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+"""The arguments of a body with a number a token."""

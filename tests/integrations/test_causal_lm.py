@@ -1,0 +1,346 @@
+"""Models of transformers train as they did, with chunked losses, compiled layers and bucketed evaluation."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_programs import allocations
+from reordered_sums import orders
+from tiny_causal_lms import FAMILIES, HIDDEN, VOCABULARY, causal_lm
+from torch import Tensor
+
+import subtensors as st
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+apply = st.integrations.transformers.apply
+
+ROWS = {"rows": 4}
+SAMPLE = ["Llama", "Gemma2", "GPT2"]
+IDS = torch.randint(3, VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.masked_fill(IDS % 5 == 0, -100)
+COUNT = torch.tensor(50)
+LOGITS = IDS.numel() * VOCABULARY
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def own_loss(model: Any, count: Tensor | None) -> Tensor:
+    """What the model's own function makes of the labels."""
+    loss: Tensor = model(input_ids=IDS, labels=LABELS, num_items_in_batch=count).loss
+    return loss
+
+
+def smoothed_loss(model: Any, count: Tensor | None) -> Tensor:
+    """What a Trainer makes of logits that it smooths the labels for."""
+    smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.1)
+    logits = model(input_ids=IDS).logits
+    loss: Tensor = smoother({"logits": logits}, LABELS, shift_labels=True, num_items_in_batch=count)
+    return loss
+
+
+def exact_loss(model: Any, count: Tensor | None, smoothing: float) -> Tensor:
+    """The same in float64, where transformers rounds logits to float32."""
+    logits, labels = model(input_ids=IDS).logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten()
+    total = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    return total / (count if count is not None else (labels != -100).sum())
+
+
+def measured(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> tuple[Tensor, int]:
+    """The loss and all gradients, in float64, and the size of the largest tensor that was made for them."""
+    model.zero_grad()
+    with allocations() as seen:
+        loss = loss_of(model, *args)
+        loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat([loss.detach().double().view(1), *(g.double() for g in gradients)]), seen.largest
+
+
+def values(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The loss and all gradients, in float64."""
+    return measured(model, loss_of, *args)[0]
+
+
+def check_errs_as_plain(found: Tensor, plain: Callable[[], Tensor], truth: Tensor) -> None:
+    """Compare with the largest error of plain runs in several orders of addition."""
+    errors = []
+    for order in orders():
+        with order:
+            errors.append(float((plain() - truth).norm()))
+    allowed = 1.5 * max(errors) + torch.finfo(torch.float32).eps * float(truth.norm())
+    assert float((found - truth).norm()) <= allowed
+    assert found.shape == truth.shape
+
+
+def sampled(families: list[str]) -> list[Any]:
+    """Those of the sample in the default run, the others where there is time."""
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in families]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", sampled([*FAMILIES]))
+def test_losses_and_gradients_err_as_plain_ones_and_logits_are_never_there(
+    family: str, tied: bool, smoothing: float
+) -> None:
+    model, count = causal_lm(family, tie_word_embeddings=tied), COUNT if tied else None
+    loss_of = smoothed_loss if smoothing else own_loss
+    # The grouped products of experts are of float32 at most.
+    wide = {"experts_implementation": "eager"} if family == "Mixtral" else {}
+    exact = causal_lm(family, torch.float64, tie_word_embeddings=tied, **wide)
+    truth = values(exact, exact_loss, count, smoothing)
+    applied = apply(model, loss=ROWS)
+    found, largest = measured(model, loss_of, count)
+    assert largest < LOGITS / 2
+    applied.revert()
+    check_errs_as_plain(found, lambda: values(model, loss_of, count), truth)
+    assert measured(model, loss_of, count)[1] >= LOGITS
+
+
+def test_enough_families_are_compared() -> None:
+    assert len(FAMILIES) >= 12
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"use_reentrant": False}])
+def test_checkpointed_models_keep_their_gradients(options: dict[str, bool]) -> None:
+    model = causal_lm()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    applied = apply(model, loss=ROWS, compile={"backend": "aot_eager"})
+    found = values(model, own_loss, COUNT)
+    applied.revert()
+    truth = values(causal_lm(dtype=torch.float64), exact_loss, COUNT, 0.0)
+    check_errs_as_plain(found, lambda: values(model, own_loss, COUNT), truth)
+
+
+class Attention:
+    """A compiler that notes the calls of attention, and runs the graph as it is."""
+
+    def __init__(self) -> None:
+        self.masked: list[bool] = []
+        self.causal: list[bool] = []
+
+    def note(self, kwargs: Any) -> None:
+        self.masked.append(kwargs.get("attn_mask") is not None)
+        self.causal.append(kwargs.get("is_causal", False))
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                self.note(node.kwargs)
+        return graph
+
+
+MASKS = {"none": None, "ones": torch.ones_like(IDS), "padding": torch.ones_like(IDS).index_fill(1, torch.tensor(0), 0)}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("family", SAMPLE[::2])
+def test_a_mask_that_says_nothing_leaves_attention_causal_by_its_flag(
+    family: str, mask: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen, attend = causal_lm(family), Attention(), F.scaled_dot_product_attention
+    model.set_attn_implementation("sdpa")
+    if not compiled:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (seen.note(k), attend(*a, **k))[1])
+    apply(model, loss=ROWS, compile={"backend": seen} if compiled else False)
+    model(input_ids=IDS, attention_mask=MASKS[mask], labels=LABELS).loss.backward()
+    assert seen.masked
+    assert {*seen.masked} == {mask == "padding"}
+    assert {*seen.causal} == {mask != "padding"}
+
+
+def test_layers_are_compiled_once_for_all_of_them_and_for_all_lengths_after_the_second() -> None:
+    model, graphs = causal_lm(num_hidden_layers=3), Attention()
+    apply(model, compile={"backend": graphs})
+    for length in (8, 12, 17, 25, 33):
+        model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
+    assert len(graphs.masked) == 2
+
+
+def everything(model: Any) -> list[dict[str, Any]]:
+    """What each module holds."""
+    return [
+        {name: {**value} if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+
+
+def test_revert_leaves_each_module_as_it_was() -> None:
+    model = causal_lm()
+    before, found = everything(model), values(model, own_loss, COUNT)
+    applied = apply(model, "adamw", compile=True, buckets=st.Dim("seq", max=64, buckets=16), loss=ROWS)
+    assert everything(model) != before
+    applied.revert()
+    applied.revert()
+    assert everything(model) == before
+    assert torch.equal(values(model, own_loss, COUNT), found)
+
+
+def test_what_fails_halfway_leaves_the_model_as_it_was() -> None:
+    class Bare(torch.nn.Module):
+        """A model without layers of transformers'."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.head = transformers.LlamaConfig(), torch.nn.Linear(2, 4)
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.head
+
+    model = Bare()
+    before = everything(model)
+    with pytest.raises(TypeError, match="take a model whose body has layers, and Bare hasn't"):
+        apply(model, compile=True)
+    assert everything(model) == before
+
+
+def test_logits_that_are_asked_for_are_plain_and_generate_gives_the_same_tokens() -> None:
+    model = causal_lm().eval()
+    prompt = {"input_ids": IDS[:, :5], "attention_mask": torch.ones_like(IDS[:, :5])}
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    tokens = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    apply(model, compile={"backend": "eager"}, buckets=st.Dim("seq", max=64, buckets=16))
+    with torch.no_grad():
+        found = model(input_ids=IDS).logits
+    assert type(model(input_ids=IDS).logits) is Tensor
+    torch.testing.assert_close(found, logits)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), tokens)
+    logits = model(input_ids=IDS, labels=IDS).logits
+    assert isinstance(logits, st.ChunkedTensor)
+    torch.testing.assert_close(logits.realize(), found)
+
+
+def test_evaluation_runs_each_length_in_its_bucket_and_never_makes_the_logits() -> None:
+    model, lengths = causal_lm().eval(), (9, 12, 15, 30, 31)
+    batches = [
+        {"input_ids": IDS[:, :n], "attention_mask": torch.ones_like(IDS[:, :n]), "labels": LABELS[:, :n]}
+        for n in lengths
+    ]
+    with torch.no_grad():
+        plain = [model(**batch).loss for batch in batches]
+        apply(model, loss=ROWS, buckets=st.Dim("seq", max=64, buckets=16))
+        found = [model(**batch).loss for batch in batches]
+        with allocations() as seen:
+            model(**batches[0])
+    torch.testing.assert_close(found, plain)
+    stats = model.model.forward.run.stats()
+    assert {next(iter(bucket.sizes.values())) for bucket in stats.buckets} == {16, 32}
+    assert seen.largest < 9 * 2 * VOCABULARY
+
+
+def test_a_whole_step_is_that_of_the_model_and_a_torch_optimizer() -> None:
+    weights = []
+    for ours in (True, False):
+        model = causal_lm("GPT2")
+        if ours:
+            optimizer: Any = apply(model, "adamw", loss=ROWS, lr=1e-2, max_norm=0.1).optimizer
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(input_ids=IDS, labels=LABELS).loss.backward()
+            if not ours:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        weights.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*weights)
+
+
+def test_models_are_copied_and_saved_with_what_was_applied() -> None:
+    model = causal_lm()
+    apply(model, loss=ROWS, compile={"backend": "eager"})
+    found = values(model, own_loss, COUNT)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        again, largest = measured(other, own_loss, COUNT)
+        assert torch.equal(again, found)
+        assert largest < LOGITS / 2
+
+
+def test_adapters_train_as_they_did() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(dtype: torch.dtype) -> Any:
+        names = ["q_proj", "lm_head"]
+        model = peft.get_peft_model(
+            causal_lm(dtype=dtype), peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.0)
+        )
+        for place, p in enumerate(p for p in model.parameters() if p.requires_grad):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(place))
+        return model.to(dtype)
+
+    model = adapted(torch.float32)
+    truth = values(adapted(torch.float64), exact_loss, COUNT, 0.0)
+    applied = apply(model, "adamw", loss=ROWS)
+    with allocations() as seen:
+        found = values(model, own_loss, COUNT)
+    assert seen.largest < LABELS.numel() * VOCABULARY / 2
+    assert {*map(id, applied.optimizer.param_groups[0]["params"])} == {
+        id(p) for p in model.parameters() if p.requires_grad
+    }
+    applied.revert()
+    check_errs_as_plain(found, lambda: values(model, own_loss, COUNT), truth)
+
+
+def t5() -> Any:
+    sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes))
+
+
+def without_head() -> Any:
+    return transformers.LlamaModel(causal_lm().config)
+
+
+def odd_head() -> Any:
+    model = causal_lm()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    return model
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "an encoder": (t5, {}, TypeError, "T5ForConditionalGeneration is an encoder and a decoder"),
+    "no head": (without_head, {}, TypeError, r"head is a torch.nn.Linear; that of LlamaModel, .*, is None"),
+    "another head": (odd_head, {}, TypeError, "LlamaForCausalLM, .*, is a Sequential"),
+    "no model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "a causal language model of transformers, got Linear"),
+    "an optimizer": (causal_lm, {"optimizer": "adamx"}, ValueError, "optimizer is one of .*adamw, .*got 'adamx'"),
+    "a loss": (causal_lm, {"loss": "liger"}, ValueError, "loss is \"chunked\", .* got 'liger'"),
+    "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
+    "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),
+    "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, or a dict .*got 'max'"),
+    "lr": (causal_lm, {"lr": 0.1}, TypeError, "takes no lr without an optimizer"),
+    "an option": (causal_lm, {"optimizer": "adamw", "momentum": 0.1}, TypeError, "momentum"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_can_not_be_applied_is_refused_by_name(case: str) -> None:
+    make, options, error, message = REFUSALS[case]
+    model = make()
+    before = everything(model)
+    with pytest.raises(error, match=message):
+        apply(model, **options)
+    assert everything(model) == before
+
+
+def test_a_second_chunking_of_a_head_is_refused() -> None:
+    model = causal_lm()
+    first = apply(model)
+    with pytest.raises(ValueError, match=r"the head of LlamaForCausalLM is chunked already; revert\(\)"):
+        apply(model)
+    first.revert()
+    apply(model).revert()

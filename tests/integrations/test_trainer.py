@@ -1,0 +1,216 @@
+"""A Trainer of transformers trains, evaluates, predicts and resumes as it did, with what is applied to it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_oracle import flat
+from reordered_sums import orders
+from tiny_causal_lms import VOCABULARY, causal_lm
+from torch import Tensor
+
+import subtensors as st
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+apply_to_trainer = st.integrations.transformers.apply_to_trainer
+
+STEPS = 6
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences, some of whose labels don't count."""
+
+    def __init__(self, count: int = 32) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = (torch.arange(11) * (index + 1)) % (VOCABULARY - 3) + 3
+        labels = row.clone()
+        labels[: index % 4] = -100
+        return {"input_ids": row, "labels": labels, "attention_mask": torch.ones_like(row)}
+
+
+def trainer_in(folder: Path, dtype: torch.dtype = torch.float32, **arguments: Any) -> Any:
+    """A Trainer of a tiny Llama that clips, decays weights, follows a schedule and adds up two batches a step."""
+    transformers.set_seed(0)
+    given = transformers.TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "max_steps": STEPS,
+            "save_steps": STEPS // 2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.05,
+            "lr_scheduler_type": "cosine",
+            "logging_steps": 1,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **arguments,
+        }
+    )
+    model = causal_lm("Llama", dtype, tie_word_embeddings=True)
+    trainer = transformers.Trainer(model=model, args=given, train_dataset=Rows(), eval_dataset=Rows(10))
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a Trainer says to accelerate, by variables of the process, is for that test."""
+    kept = {**os.environ}
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """A number of each step."""
+    return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@functools.cache
+def alone(smoothing: float) -> tuple[Any, Tensor, float]:
+    """A Trainer by itself that has trained, its weights in float64, and how far from those others may be."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, arguments = Path(name), {"label_smoothing_factor": smoothing, "save_strategy": "no"}
+        exact = trainer_in(folder, torch.float64, **arguments)
+        exact.train()
+        truth, errors, trainers = flat(weights(exact)), [], []
+        for order in orders():
+            trainers.append(trainer_in(folder, **arguments))
+            with order:
+                trainers[-1].train()
+            errors.append(float((flat(weights(trainers[-1])) - truth).norm()))
+    return trainers[0], truth, 1.5 * max(errors) + torch.finfo(torch.float32).eps * float(truth.norm())
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "smoothed": ({"label_smoothing_factor": 0.1}, {}),
+    "compiled and checkpointed": ({"gradient_checkpointing": True}, {"compile": {"backend": "eager"}}),
+    "bucketed": ({}, {"buckets": st.Dim("seq", max=64, buckets=16)}),
+    "compiled by the trainer": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
+}
+
+
+@pytest.mark.parametrize("way", [*list(WAYS)[:4], pytest.param("compiled by the trainer", marks=pytest.mark.slow)])
+def test_training_evaluation_and_prediction_are_those_of_the_trainer_alone(way: str, tmp_path: Path) -> None:
+    arguments, options = WAYS[way]
+    ours, (theirs, truth, allowed) = (
+        trainer_in(tmp_path, **arguments),
+        alone(arguments.get("label_smoothing_factor", 0)),
+    )
+    applied = apply_to_trainer(ours, "adamw", loss={"rows": 4}, **options)
+    ours.train()
+    assert float((flat(weights(ours)) - truth).norm()) <= allowed
+    assert isinstance(ours.optimizer.optimizer, st.optim.AdamW)
+    assert [group["weight_decay"] for group in ours.optimizer.param_groups] == [0.1, 0.0]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=1e-4, atol=0)
+        assert len(logged(ours, name)) == STEPS
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-4)
+    predicted = ours.predict(Rows(5)).predictions
+    assert predicted.shape == (5, 11, VOCABULARY)
+    torch.testing.assert_close(predicted, theirs.predict(Rows(5)).predictions, rtol=1e-3, atol=1e-4)
+    if "buckets" in options:
+        assert ours.model.model.forward.run.stats().calls >= 5
+    applied.revert()
+    assert "forward" not in vars(ours.model.model)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_a_run_that_resumes_from_a_checkpoint_ends_bit_by_bit_where_it_would_have(
+    optimizer: str, tmp_path: Path
+) -> None:
+    ends = []
+    for checkpoint in (None, str(tmp_path / f"checkpoint-{STEPS // 2}")):
+        trainer = trainer_in(tmp_path)
+        apply_to_trainer(trainer, optimizer, loss={"rows": 4})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == STEPS
+        ends.append((weights(trainer), trainer.optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_gradients_are_clipped_once_and_their_norm_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_in(tmp_path, save_strategy="no", max_steps=2, learning_rate=1.0)
+    applied = apply_to_trainer(trainer, "sgd")
+    clipped: list[object] = []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **kwargs: clipped.append(args))
+    norms: list[Tensor] = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            norms.append(st.total_norm([p.grad for p in trainer.model.parameters()]))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert clipped == []
+    assert {group["max_norm"] for group in trainer.optimizer.param_groups} == {0.05}
+    assert trainer.args.max_grad_norm == 0
+    assert min(norms) > 0.05
+    assert logged(trainer, "grad_norm") == pytest.approx([float(norm) for norm in norms])
+    applied.revert()
+    assert trainer.args.max_grad_norm == 0.05
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+    assert trainer.optimizer_cls_and_kwargs is None
+
+
+def test_options_given_go_before_those_of_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, adam_beta2=0.95)
+    apply_to_trainer(trainer, "adamw", lr=0.5, max_norm=None)
+    made = trainer.create_optimizer()
+    assert (made.defaults["lr"], made.defaults["betas"], made.defaults.get("max_norm")) == (0.5, (0.9, 0.95), None)
+    assert trainer.args.max_grad_norm == 0.05
+    other = trainer_in(tmp_path)
+    apply_to_trainer(other, "lion")
+    assert other.create_optimizer().defaults["betas"] == (0.9, 0.99)
+
+
+def with_optimizer(folder: Path) -> Any:
+    trainer = trainer_in(folder)
+    trainer.create_optimizer()
+    return trainer
+
+
+def compiling(folder: Path) -> Any:
+    return trainer_in(folder, torch_compile=True)
+
+
+REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "an optimizer made": (with_optimizer, {"optimizer": "adamw"}, ValueError, "the trainer has an optimizer already"),
+    "a name": (trainer_in, {"optimizer": "adam8bit"}, ValueError, "optimizer is one of .*got 'adam8bit'"),
+    "a number": (trainer_in, {"optimizer": "adamw", "eps": -1.0}, ValueError, "eps"),
+    "two compilers": (compiling, {"compile": True}, ValueError, "torch_compile=True does what compile=True does"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_can_not_be_applied_to_a_trainer_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    make, options, error, message = REFUSALS[case]
+    trainer = make(tmp_path)
+    with pytest.raises(error, match=message):
+        apply_to_trainer(trainer, **options)
+    assert trainer.args.max_grad_norm == 0.05
+    assert trainer.optimizer_cls_and_kwargs is None
+    assert not trainer.model.get_output_embeddings()._forward_pre_hooks
