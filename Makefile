@@ -22,7 +22,7 @@ help:
 	@echo "make test-gpu    the tests that run on a GPU (needs a CUDA device)"
 	@echo "make lint    ruff check, ruff format --check, mypy --strict"
 	@echo "make bench   the optimizers beside their peers (needs a CUDA device)"
-	@echo "make docs    docs/ as HTML, in out/docs"
+	@echo "make docs    the site of docs/, with the API from the docstrings, in out/docs"
 	@echo "make soak MINUTES=5    all parts in random order beside plain torch, while memory has to stay flat"
 	@echo "make fuzz MINUTES=5    public functions with wrong arguments, whose errors have to say what is wrong"
 	@echo "make memcheck    the tests of arenas and replays under compute-sanitizer (needs a CUDA device)"
@@ -69,7 +69,7 @@ bench: $(READY)
 	$(PYTHON) -m subtensors bench optim --out docs/benchmarks
 
 docs: $(READY)
-	$(PYTHON) docs/build.py out/docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 soak: $(READY)
 	PYTHONPATH=.:tests/support $(PYTHON) tests/soak/soak.py --minutes $(MINUTES)

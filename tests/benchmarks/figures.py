@@ -8,9 +8,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks import chunked_rows, lend, padded_ops, plot, rows
+from benchmarks import bucketed_rows, bucketed_training, chunked_rows, lend, padded_ops, plot, rows
 from benchmarks.sweep import COPY
 from benchmarks.table import describe
+
+OURS = ("bucketed", "whole-step")
+"""How the variants of bucketed programs begin that are this package's."""
 
 HIDDEN = ("dense", "subtensors")
 """Variants of padded ops that are no points: the line at 1, and the kernels by themselves, which the type runs."""
@@ -82,11 +85,36 @@ def draw_static(folder: Path) -> None:
     drawing.savefig(folder / "static.png", dpi=120)
 
 
+def draw_bucketed(folder: Path) -> None:
+    """Median times of requests, and of training steps, of varying sizes: a panel a case, a bar a variant."""
+    served = rows.load(bucketed_rows.VaryingRow, folder / "bucketed.json")
+    trained = rows.load(bucketed_training.TrainingRow, folder / "bucketed_training.json")
+    times = [(row.case, row.variant, row.p50_ms) for row in served]
+    times += [(f"gpt2-train-{row.batch}", row.variant, row.step_ms) for row in trained]
+    cases = list(dict.fromkeys(case for case, _, _ in times))
+    drawing = Figure(figsize=(12, 6), layout="constrained")
+    drawing.suptitle(describe([*served, *trained]), fontsize=9)
+    panels = drawing.subplots(2, -(-len(cases) // 2)).flat
+    for case, axes in zip(cases, panels, strict=False):
+        mine = [(variant, ms) for name, variant, ms in times if name == case]
+        colors = ["C0" if variant.startswith(OURS) else "grey" for variant, _ in mine]
+        drawn = axes.barh([variant for variant, _ in mine], [ms for _, ms in mine], color=colors)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=2)
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8)
+        axes.set_title(f"{case}, ms", fontsize=9)
+    for axes in panels:
+        axes.remove()
+    drawing.savefig(folder / "bucketed.png", dpi=120)
+
+
 FIGURES: dict[str, tuple[Sequence[str], Callable[[Path], None]]] = {
     "optim": (["optim.json"], draw_optim),
     "chunked": (["chunked.json"], draw_chunked),
     "padded_ops": (["padded_ops.json"], draw_padded),
     "static": (["static.json", "lend.json"], draw_static),
+    "bucketed": (["bucketed.json", "bucketed_training.json"], draw_bucketed),
 }
 """The files of rows that each figure is drawn from."""
 

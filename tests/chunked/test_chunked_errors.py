@@ -211,3 +211,12 @@ def test_a_memory_limit_that_cannot_be_met_is_refused_with_the_least_that_can() 
         program(st.chunk(h, memory_limit=least)).backward()
         with pytest.raises(ValueError, match=f": {least} bytes"):
             program(st.chunk(h, memory_limit=least - 1))
+
+
+def test_values_too_large_for_their_limit_are_explained_beside_the_loss_that_fits() -> None:
+    logits = F.linear(st.chunk(torch.randn(64, 8), memory_limit=100_000), torch.randn(500, 8))
+    with pytest.raises(ValueError, match="can't be met"):
+        logits.realize()
+    refused, loss = st.explain(logits).splitlines()
+    assert refused.startswith("memory_limit=100000 can't be met")
+    assert loss.startswith("their cross entropy would take")

@@ -1,17 +1,24 @@
-"""The pages: their examples run, their links lead somewhere, and they become HTML."""
+"""The pages: their examples run, their links lead somewhere, and they become a site."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
-import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from page_examples import run_examples
 
+import subtensors as st
+
 ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs" / "site"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -55,12 +62,85 @@ def test_every_page_of_docs_is_listed_in_the_index() -> None:
     assert pages <= listed
 
 
-def test_pages_become_html_with_tables_and_links_between_them(tmp_path: Path) -> None:
-    pytest.importorskip("markdown_it")
-    build = runpy.run_path(str(ROOT / "docs" / "build.py"))["build"]
-    written = build(ROOT / "docs", tmp_path)
-    assert {path.stem for path in written} >= {"index", "design", "benchmarks"}
-    index = (tmp_path / "index.html").read_text()
-    assert "<table>" in index
-    assert 'href="design.html"' in index
-    assert ".md" not in re.sub(r"<code>.*?</code>", "", index)
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site give a heading."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_to_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]*\.md|)#([^)]*)\)", page.read_text())
+    missing = [(at, name) for at, name in targets if name not in anchors(page.parent / at if at else page)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_python_block_of_a_page_is_an_example_that_runs(page: Path) -> None:
+    blocks = re.findall(r"^```(?:python|py|pycon)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [block for block in blocks if not block.startswith(">>> ")] == []
+
+
+def test_every_page_of_docs_is_in_the_navigation_once() -> None:
+    listed = re.findall(r"^ +- .*: ([\w/-]+\.md)$", (SITE / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("api.md", "api-optim.md"))
+    documented = {name.rsplit(".", 1)[1] for name in re.findall(r"^::: (subtensors\.\S+)$", text, re.MULTILINE)}
+    assert {*st.__all__, *st.optim.__all__} - {"optim"} == documented - {"Bucketed"}
+
+
+class Links(HTMLParser):
+    """The links and the anchors of a page of HTML."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            elif name == "id" and value:
+                self.anchors.add(value)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_no_link_of_it_is_dead(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings_handlers.python")
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*build, "--config-file", str(SITE / "mkdocs.yml")],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    pages = {path: Links(path) for path in tmp_path.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) == len(list((ROOT / "docs").rglob("*.md")))
+    dead = []
+    for page, found in pages.items():
+        for link in found.links:
+            at, _, anchor = unquote(link).partition("#")
+            if re.match(r"[a-z]+:", at):
+                continue
+            target = (page.parent / at).resolve() if at else page
+            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
+                dead.append((page.name, link))
+    assert dead == []
+    assert sum(len(found.links) for found in pages.values()) > 1000
+    api = (tmp_path / "api.html").read_text()
+    assert "A tensor padded to bucket sizes" in api
+    assert "doc-section-item" in api or "doc-md-description" in api

@@ -15,5 +15,7 @@ def run_examples(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     examples = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
     report: list[str] = []
-    failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples, out=report.append).failed
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    # Compiled functions of a page clean up in its globals when they go, after the examples.
+    failed = runner.run(examples, out=report.append, clear_globs=False).failed
     assert failed == 0, "".join(report)
