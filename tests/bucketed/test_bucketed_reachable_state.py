@@ -192,7 +192,6 @@ def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest
 
 SETTINGS: dict[str, Any] = {
     "dataclass": make_dataclass("Settings", [("scale", float)]),
-    "dataclass with slots": make_dataclass("SlottedSettings", [("scale", float)], slots=True),
     "namespace": lambda scale: types.SimpleNamespace(scale=scale),
 }
 
