@@ -38,6 +38,7 @@ import subtensors as st
 
 factor = 1.0
 table = torch.ones(3)
+shared = {"table": torch.ones(3)}
 calls = 0
 settings: Any = types.ModuleType("settings")
 
@@ -91,6 +92,7 @@ class Everywhere(nn.Module):
         if self.mask is not None:
             x = x * self.mask
         x = settings.scaled(x) * table * Config.scale * Config.table * settings.scale * settings.table
+        x = x * shared["table"]
         return x ** self.power[0] * self.slotted.count * factor
 
 
@@ -100,6 +102,7 @@ def everywhere(device: str, kind: str = "a function") -> Program:
     here = sys.modules[__name__]
     for namespace in (Config, settings, here):
         namespace.table = vector(device)  # type: ignore[attr-defined]
+    shared["table"] = vector(device)
     Config.scale = settings.scale = scaled.factor = here.factor = 1.0  # type: ignore[attr-defined]
     settings.scaled = scaled
     net = Everywhere(device)
@@ -149,6 +152,7 @@ STALE: list[tuple[str, Change, str]] = [
     ("an attribute of an object", put("net.options.shift", 2.0), "shift"),
     ("an option of torch's module", put("net.inner.1.p", 1.0), "p changed, which a graph holds as a constant"),
     ("a function", put("net.activation", torch.exp), "activation"),
+    ("a dict, which is replaced", put("net.kinds", {"rounds": 2}), "kinds was replaced"),
     ("a hook", lambda p: p.net.inner[0].register_forward_hook(double_out), "a hook of a module"),
     ("a hook before the forward", lambda p: p.net.inner.register_forward_pre_hook(double_in), "a hook of a module"),
     ("a submodule's mode", lambda p: p.net.inner.eval(), "a module changed between training and evaluation"),
@@ -162,6 +166,7 @@ STALE: list[tuple[str, Change, str]] = [
     ("a tensor of a module", replace("net.table", double), "table was replaced"),
     ("a tensor in a list", double_item("net.tables", 0), "a part of the program was replaced"),
     ("a tensor that the program closes over", lambda p: p.set_gain(), "a part of the program was replaced"),
+    ("a tensor in a dict of the file", double_item("file.shared", "table"), "table was replaced"),
     ("a tensor in a dict that the program closes over", double_item("gains", "a"), "a was replaced"),
 ]
 """Changes of the module above, and why its graph is captured again."""
@@ -171,7 +176,6 @@ NAMESPACES = ["file.table", "config.table", "settings.table"]
 UNWATCHED: dict[str, Change] = {
     "an entry of a dict": double_item("net.kinds", "rounds"),
     "a list, which grows": lambda p: p.net.scales.append(2.0),
-    "a dict, which is replaced": put("net.kinds", {"rounds": 2}),
     "an attribute of the class": put("net.__class__.offset", 1.0),
     "an attribute that hides the class's": put("net.offset", 1.0),
     "an attribute that is new": put("net.extra", 1.0),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.state.reachable_state import slots_of
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
@@ -30,13 +31,6 @@ def is_identity_keyed(x: object) -> bool:
     if kind.__hash__ is not BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
         return False
     return hasattr(x, "__dict__")
-
-
-def slots_of(x: object) -> Attributes:
-    """Return the attributes in the slots of an object."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
 
 
 def attributes_of(x: object) -> Attributes:

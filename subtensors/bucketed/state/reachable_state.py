@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.calls.python_objects import slots_of
 from subtensors.bucketed.state.guards import CELL, LocatedValue, Location, is_plain
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -38,6 +37,9 @@ _MAX_DEPTH = 3
 """The maximum number of steps from the program."""
 MAX_CONTAINER_LENGTH = 1000
 """A container with more parts than this is data."""
+
+_WITHOUT_ATTRIBUTES = (Tensor, torch.optim.Optimizer, types.ModuleType, types.FunctionType, functools.partial)
+"""Kinds of objects whose plain attributes are not watched; those of optimizers are, by `Optimizers`."""
 
 _LIBRARIES = frozenset({"torch", "numpy", "triton", "subtensors", *sys.stdlib_module_names})
 """Packages that hold no state of programs."""
@@ -65,15 +67,17 @@ class ReachableState:
         # Methods are no parts of their object: what they name besides its attributes.
         for function in functions:
             reached += [x for x in _walk(_Found(function, None, None), 2) if isinstance(x.value, Part)]
-        found = [x for x in reached if isinstance(x.value, Part) and _is_read(x, names)]
+        parts = [x for x in reached if isinstance(x.value, Part)]
+        found = [x for x in parts if not isinstance(x.value, Tensor) or x.value.requires_grad or _is_named(x, names)]
         self.parts = list({id(x.value): x.value for x in found}.values())
         """Its modules, tensors and optimizers."""
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in reached)
         called = {getattr(x.value, "__name__", None) for x in reached}
         self.draws_random_numbers = not _RANDOM_FUNCTIONS.isdisjoint(names | called)
         """True if its code names a function that draws random numbers."""
-        objects = [x for x in reached if _has_watched_attributes(x.value) and _is_named(x, names)]
-        dicts = {id(d): d for x in objects for d in _attribute_dicts(x.value)}
+        objects = [x for x in reached if not isinstance(x.value, _WITHOUT_ATTRIBUTES) and _is_named(x, names)]
+        modules = [m for x in objects for m in (x.value.modules() if isinstance(x.value, nn.Module) else [x.value])]
+        dicts = {id(d): d for m in modules if type(d := getattr(m, "__dict__", None)) is dict}
         self.attributes = [(d, [name for name in d if name in names and name != "training"]) for d in dicts.values()]
         """The attributes of its modules and objects, each dict with the names that occur in the program's code."""
         located: dict[tuple[int, object], LocatedValue] = {}
@@ -84,7 +88,7 @@ class ReachableState:
                     located[id(way.location.holder), way.location.key] = way.location, way.value
                 way = way.within
         self.locations = list(located.values())
-        """The locations on the way to its parts and objects, each with the value found there."""
+        """The locations of its parts, objects and containers, and on the way there, each with the value found there."""
 
 
 def _walk(start: _Found, depth: int) -> list[_Found]:
@@ -152,6 +156,13 @@ def _items(
     yield from ((Location(holder, name, are_attributes), holder[name]) for name in kept)
 
 
+def slots_of(x: object) -> dict[str, object]:
+    """Return the attributes in the slots of an object."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
+
+
 def _class_attributes(x: object) -> Iterator[LocatedValue]:
     """Yield those attributes of a class, or an object's and its submodules' classes, that are or may hold tensors."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
@@ -162,23 +173,6 @@ def _class_attributes(x: object) -> Iterator[LocatedValue]:
             for location, value in _items(vars(kind), are_attributes=True):
                 if isinstance(value, (Tensor, nn.Module, list, dict)) and not location.name.startswith("__"):
                     yield location, value
-
-
-def _has_watched_attributes(x: object) -> bool:
-    """Return whether plain attributes of a reached object are watched: of modules, and of objects of the program's."""
-    others = (type, Tensor, torch.optim.Optimizer, types.ModuleType, types.FunctionType, functools.partial)
-    if isinstance(x, others) or hasattr(x, "__wrapped__"):
-        return False
-    return type(getattr(x, "__dict__", None)) is dict
-
-
-def _attribute_dicts(x: object) -> list[dict[str, object]]:
-    return [vars(module) for module in (x.modules() if isinstance(x, nn.Module) else [x])]
-
-
-def _is_read(found: _Found, names: Collection[str]) -> bool:
-    """Return whether the program reads a value, as far as the names in its code tell."""
-    return not isinstance(found.value, Tensor) or found.value.requires_grad or _is_named(found, names)
 
 
 def _is_named(found: _Found, names: Collection[str]) -> bool:
