@@ -22,6 +22,7 @@ def bucketed(
     on_miss: OnMiss = "capture",
     max_waste: float | None = None,
     check: Schedule = "first",
+    key: object = None,
 ) -> Bucketed:
     """Run a program over varying sizes as one CUDA graph per bucket: pad the inputs, replay, cut the results back.
 
@@ -40,6 +41,8 @@ def bucketed(
             the first at a second true size, and those at a true size of 0 or 1), gradients too if autograd tracks the
             call; where they differ, the bucket runs the program at its true sizes, and the log and `stats()` say so. An
             int n compares every n-th call as well; False none. Such a call runs the program once more.
+        key: what else the program's Python reads: a value, or a function that is called with each call's arguments.
+            Plain values, containers and attributes of objects in it are part of the graph's key.
 
     Returns:
         A callable with the program's arguments: plain tensors, PaddedTensors, pytrees of them, and others, which are
@@ -77,4 +80,4 @@ def bucketed(
         raise ValueError(f"compile's backend is one of torch._dynamo.list_backends(), got {backend!r}")
     if options and "reduce" in str(options.get("mode")):
         raise ValueError("compile's mode is not 'reduce-overhead': the graphs are captured here")
-    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options, check)
+    return Bucketed(program, dims, max_graphs, limit, on_miss, max_waste, options, check, key)

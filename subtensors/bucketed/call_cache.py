@@ -141,7 +141,7 @@ class CallCache:
         if self._max_waste is not None and elements[1] > self._max_waste * elements[0]:
             cached.reason = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return cached
-        if too_many := self._too_many_values(leaves, [place for place, _ in places], form):
+        if too_many := self._too_many_values(leaves, [place for place, _ in places], form, modes[-1]):
             return CachedCall(None, None, too_many, sizes=sizes)
         call = form.program_on_leaves(self._program, self._state)
         cached.bucket = self._graph_cache.bucket_of(modes[0] is not None, spec, leaves, call, device)
@@ -156,7 +156,7 @@ class CallCache:
         if unwrapped is None:
             return None
         dense, sizes = unwrapped
-        shared = shared_key(self._state.guard, leaves, structure, args, kwargs)
+        shared = shared_key(self._state, leaves, structure, args, kwargs)
         cached = self.analyze(shared, dense, args, kwargs)
         bucket, dense = cached.bucket, cached.format.ordered(dense)
         if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
@@ -172,8 +172,10 @@ class CallCache:
         given = [dense[source.leaf] for source in bucket.spec.inputs]
         return NestedCall(bucket.gradients_code, bucket, [*given, values], sizes)
 
-    def _too_many_values(self, leaves: Sequence[PyTree], places: Sequence[str], form: CallFormat) -> str:
-        """Return a reason if an argument has had too many values to get further graphs, or ""."""
+    def _too_many_values(
+        self, leaves: Sequence[PyTree], places: Sequence[str], form: CallFormat, user_key: object
+    ) -> str:
+        """Return a reason if an argument, or the user's key, has had too many values to get further graphs, or ""."""
         if not self.is_bounded:
             return ""
         for x, place in zip(leaves, places, strict=True):
@@ -185,6 +187,7 @@ class CallCache:
             if not isinstance(x, Tensor)
         ]
         values += [(own, f"the structure of {name}", MAX_VALUES_PER_ARG) for name, own in form.key if own is not None]
+        values += [(user_key, "key", MAX_VALUES_PER_ARG)] if user_key is not None else []
         for key, place, max_values in values:
             seen = self._values.setdefault(place, set())
             if key not in seen and len(seen) >= max_values:

@@ -82,11 +82,12 @@ class Bucketed(Reports):
         max_waste: float | None,
         compile_options: CompileOptions | None,
         check: Schedule,
+        key: object,
     ) -> None:
-        self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options, check
+        self._made_of = program, dims, max_graphs, memory_limit, on_miss, max_waste, compile_options, check, key
         self.program, self.dims = program, ArgumentDims(program, dims)
         self.on_miss = on_miss
-        self.state = State(program)
+        self.state = State(program, key)
         self.name: str = getattr(program, "__name__", type(program).__name__)
         self.graph_cache = GraphCache(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
@@ -114,7 +115,7 @@ class Bucketed(Reports):
             if reason := why_not_replayable():
                 return self._fall_back(reason, None, args, kwargs)
             leaves, structure = flatten(args, kwargs)
-            shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
+            shared = shared_key(self.state, leaves, structure, args, kwargs)
             try:
                 key = (shared, sizes_sharing(leaves), *map(leaf_key, leaves))
                 cached = self.call_cache.known.get(key)
@@ -286,7 +287,7 @@ class Bucketed(Reports):
     def _warm_up(self, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> None:
         """Capture the bucket of one call."""
         _, structure = flatten(args, kwargs)
-        shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
+        shared = shared_key(self.state, leaves, structure, args, kwargs)
         cached = self.call_cache.analyze(shared, leaves, args, kwargs)
         bucket, spec = cached.bucket, cached.spec
         if isinstance(bucket, TrainedBucket):
@@ -319,7 +320,7 @@ class Bucketed(Reports):
         """
         with self._lock:
             leaves, structure = flatten(args, kwargs)
-            shared = shared_key(self.state.guard, leaves, structure, args, kwargs)
+            shared = shared_key(self.state, leaves, structure, args, kwargs)
             cached = self.call_cache.analyze(shared, leaves, args, kwargs)
             if cached.reason or cached.bucket is None:
                 return CheckReport(cached.sizes, not_checked=f"no graph for this call: {cached.reason}")
@@ -353,7 +354,12 @@ class Bucketed(Reports):
     def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
         """Bucket another program with the same options; calls of it that have no graph are errors."""
         own = self.graph_cache
-        other = type(self)(program, dims, own.max_graphs, own.memory_limit, "capture", None, own.compile_options, False)
+        if callable(key := self.state.key):
+            raise RuleError(
+                "key is called with the program's arguments, and generate makes calls of its own: give a value"
+            )
+        limits, options = (own.max_graphs, own.memory_limit), own.compile_options
+        other = type(self)(program, dims, *limits, "capture", None, options, False, key)
         other.fallbacks.are_errors = True
         other.call_cache.is_bounded = False  # there is one cache for each number of rows
         return other

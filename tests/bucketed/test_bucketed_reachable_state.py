@@ -103,6 +103,12 @@ def test_reachable_state_is_found_through_every_kind_of_reference(device: str) -
     found = {id(part) for part in ReachableState(partial).parts}
     assert {id(x) for x in [*made[:5], net]} <= found
     assert {id(holder.net), id(holder.opt)} <= {id(part) for part in ReachableState(holder.step).parts}
+
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * made[5]
+
+    assert {id(made[5])} <= {id(part) for part in ReachableState(Local()).parts}
     many = [torch.ones(1)] * 2 + [torch.ones(1) for _ in range(1000)]
     assert ReachableState(lambda: many).parts == []
 
@@ -192,7 +198,6 @@ def test_names_in_inner_functions_count_as_read(device: str, monkeypatch: pytest
 
 SETTINGS: dict[str, Any] = {
     "dataclass": make_dataclass("Settings", [("scale", float)]),
-    "dataclass with slots": make_dataclass("SlottedSettings", [("scale", float)], slots=True),
     "namespace": lambda scale: types.SimpleNamespace(scale=scale),
 }
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from bucketed_change_cases import CASES, everywhere
+from bucketed_change_cases import CASES, UNWATCHED, everywhere
 from bucketed_changes import Case, Change, Then
 from bucketed_rows import DIMS, SEQ, assert_same, assert_same_gradients, rows
 from counted_buckets import Counted
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("captured")
 class Twins:
     """The program of a case twice: bucketed, and plain beside it."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, **options: object) -> None:
         self.device = device
         self.programs = [case.make(device), case.make(device)]
-        self.run = st.bucketed(self.programs[0].call, DIMS)
+        self.run = st.bucketed(self.programs[0].call, DIMS, **options)  # type: ignore[arg-type]
 
     def change(self, change: Change) -> None:
         for program in self.programs:
@@ -74,6 +74,39 @@ def test_a_change_between_two_calls_is_seen(
             twins.compare(case.after)
             assert counted.recorded == 0
     assert not twins.run.stats().fallbacks
+
+
+@pytest.fixture
+def are_graphs(request: pytest.FixtureRequest) -> bool:
+    """True where Python does not run at a replay."""
+    return request.node.callspec.params["captured"] != "run again" or torch.cuda.is_available()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", UNWATCHED)
+def test_a_change_that_nothing_watches_is_seen_by_a_check_a_key_or_a_release(
+    name: str, device: str, are_graphs: bool
+) -> None:
+    change, version = UNWATCHED[name], [0]
+    checked, keyed, released = (
+        Twins(Case(name, everywhere, change), device, **options)
+        for options in ({"check": 3}, {"key": lambda x: version[0]}, {})
+    )
+    for twins in (checked, keyed, released):
+        everywhere(device)  # what both have in common, as it was
+        version[0] = 0
+        before = twins.compare((5, 6))
+        twins.change(change)
+        if twins is released and are_graphs:
+            torch.manual_seed(0)
+            assert torch.equal(twins.run(rows(5, device)), before)
+        version[0] = 1
+        if twins is released:
+            twins.run.release()
+        assert not torch.equal(twins.compare((5, 6, 5)), before)
+        differ = [reason for reason in twins.run.stats().fallbacks if "its results differ" in reason]
+        assert bool(differ) == (twins is checked and are_graphs)
+        assert twins is not keyed or twins.run.stats().hits == 3
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ import subtensors as st
 
 factor = 1.0
 table = torch.ones(3)
+shared = {"table": torch.ones(3)}
 calls = 0
 settings: Any = types.ModuleType("settings")
 
@@ -51,6 +52,15 @@ def scaled(x: Tensor) -> Tensor:
     return x * scaled.factor  # type: ignore[attr-defined]
 
 
+class Slotted:
+    """Has no dict of its attributes."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 1.0
+
+
 class Everywhere(nn.Module):
     offset = 0.0
 
@@ -58,6 +68,7 @@ class Everywhere(nn.Module):
         super().__init__()
         self.options = SimpleNamespace(shift=1.0)
         self.scale: Any = 1.0
+        self.slotted = Slotted()
         self.power = (1, 1)
         self.kinds = {"rounds": 1}
         self.scales = [1.0]
@@ -81,7 +92,8 @@ class Everywhere(nn.Module):
         if self.mask is not None:
             x = x * self.mask
         x = settings.scaled(x) * table * Config.scale * Config.table * settings.scale * settings.table
-        return x ** self.power[0] * factor
+        x = x * shared["table"]
+        return x ** self.power[0] * self.slotted.count * factor
 
 
 def everywhere(device: str, kind: str = "a function") -> Program:
@@ -90,6 +102,7 @@ def everywhere(device: str, kind: str = "a function") -> Program:
     here = sys.modules[__name__]
     for namespace in (Config, settings, here):
         namespace.table = vector(device)  # type: ignore[attr-defined]
+    shared["table"] = vector(device)
     Config.scale = settings.scale = scaled.factor = here.factor = 1.0  # type: ignore[attr-defined]
     settings.scaled = scaled
     net = Everywhere(device)
@@ -137,17 +150,9 @@ STALE: list[tuple[str, Change, str]] = [
     ("an attribute that was None, to a tensor", assign("net.mask", lambda device: vector(device, 0)), "mask"),
     ("a tuple", put("net.power", (2, 1)), "power"),
     ("an attribute of an object", put("net.options.shift", 2.0), "shift"),
-    ("an entry of a dict", double_item("net.kinds", "rounds"), "rounds"),
     ("an option of torch's module", put("net.inner.1.p", 1.0), "p changed, which a graph holds as a constant"),
-    ("an attribute of the class", put("net.__class__.offset", 1.0), "offset"),
-    ("an attribute that hides the class's", put("net.offset", 1.0), "offset"),
-    ("an attribute that the program asks for by getattr", put("net.extra", 1.0), "extra"),
     ("a function", put("net.activation", torch.exp), "activation"),
-    ("a module's forward", put("net.inner.0.forward", double), "forward"),
-    ("a list, which grows", lambda p: p.net.scales.append(2.0), "a list of the program"),
-    ("a dict, which is replaced", put("net.kinds", {"rounds": 2}), "kinds"),
-    ("a number that the program closes over", lambda p: p.set_exponent(), "a part of the program"),
-    ("a number of the file", put("file.factor", 5.0), "factor"),
+    ("a dict, which is replaced", put("net.kinds", {"rounds": 2}), "kinds was replaced"),
     ("a hook", lambda p: p.net.inner[0].register_forward_hook(double_out), "a hook of a module"),
     ("a hook before the forward", lambda p: p.net.inner.register_forward_pre_hook(double_in), "a hook of a module"),
     ("a submodule's mode", lambda p: p.net.inner.eval(), "a module changed between training and evaluation"),
@@ -161,11 +166,28 @@ STALE: list[tuple[str, Change, str]] = [
     ("a tensor of a module", replace("net.table", double), "table was replaced"),
     ("a tensor in a list", double_item("net.tables", 0), "a part of the program was replaced"),
     ("a tensor that the program closes over", lambda p: p.set_gain(), "a part of the program was replaced"),
+    ("a tensor in a dict of the file", double_item("file.shared", "table"), "table was replaced"),
     ("a tensor in a dict that the program closes over", double_item("gains", "a"), "a was replaced"),
 ]
 """Changes of the module above, and why its graph is captured again."""
 
-NAMESPACES = ["file.table", "config.scale", "config.table", "settings.scale", "settings.table", "scaled.factor"]
+NAMESPACES = ["file.table", "config.table", "settings.table"]
+
+UNWATCHED: dict[str, Change] = {
+    "an entry of a dict": double_item("net.kinds", "rounds"),
+    "a list, which grows": lambda p: p.net.scales.append(2.0),
+    "an attribute of the class": put("net.__class__.offset", 1.0),
+    "an attribute that hides the class's": put("net.offset", 1.0),
+    "an attribute that is new": put("net.extra", 1.0),
+    "a module's forward": put("net.inner.0.forward", double),
+    "a number that the program closes over": lambda p: p.set_exponent(),
+    "a number of the file": put("file.factor", 5.0),
+    "a number of another class": replace("config.scale", double),
+    "a number of another file": replace("settings.scale", double),
+    "a number of a function": replace("scaled.factor", double),
+    "a slot of an object": replace("net.slotted.count", double),
+}
+"""Changes of the module above that nothing watches."""
 
 
 # An object whose method is the program.
@@ -271,12 +293,6 @@ class Held:
         return x * self.factor
 
 
-class Slotted:
-    """Has no dict of its attributes."""
-
-    __slots__ = ("count",)
-
-
 @dataclass
 class Options:
     scale: float
@@ -284,7 +300,6 @@ class Options:
 
 def with_objects(device: str) -> Program:
     held, slotted, options, net = Held(), Slotted(), Options(1.0), linear(device)
-    slotted.count = 1.0
 
     def program(x: Tensor, held: Held, slotted: Slotted, options: Options, net: nn.Module) -> Tensor:
         y = held.activation(net(x)).softmax(0) * held.scales[0] + held.named["shift"]

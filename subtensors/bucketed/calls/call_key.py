@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from subtensors.arguments import shown
 from subtensors.bucketed.calls.python_objects import (
     BY_IDENTITY,
     attributes_of,
     flatten_argument_objects,
 )
-from subtensors.bucketed.state.guards import StateGuard, is_plain, tensor_properties
+from subtensors.bucketed.state.guards import is_plain, tensor_properties
+from subtensors.bucketed.state.program_state import State
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -56,7 +58,8 @@ Structure: TypeAlias = pytree.TreeSpec | None
 """The structure of a call's arguments; None if no argument is a container."""
 
 Modes: TypeAlias = tuple[object, ...]
-"""The modes that a call is made in; first the `grad_flags` of the state, None if autograd does not track the call."""
+"""The modes that a call is made in, and the user's key: first the `grad_flags` of the state, None if autograd does not
+track the call."""
 
 SharedKey: TypeAlias = tuple[int, tuple[str, ...], Structure, Modes]
 """The number of positional arguments, the names of the others, the structure of all, and the modes."""
@@ -91,20 +94,45 @@ def unflatten(leaves: Sequence[PyTree], structure: Structure, count: int, names:
     return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
 
 
-def shared_key(
-    guard: StateGuard, leaves: Sequence[object], structure: Structure, args: Args, kwargs: Kwargs
-) -> SharedKey:
+def shared_key(state: State, leaves: Sequence[object], structure: Structure, args: Args, kwargs: Kwargs) -> SharedKey:
     """Return the part of a call's key that belongs to no single leaf: its structure, and the modes it is made in.
 
     Args:
-        guard: of the program's state.
+        state: of the program, with the user's `key`.
         leaves, structure: as `flatten` gives them.
         args, kwargs: the call's.
     """
     cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
     settings = tuple([ask() for ask in SETTINGS])
-    return len(args), tuple(kwargs), structure, (guard.grad_flags(leaves), cast, types, settings, guard.training())
+    own = None if state.key is None else user_key(state.key, args, kwargs)
+    state.guard.user_key = own
+    modes = state.guard.grad_flags(leaves), cast, types, settings, state.guard.training(), own
+    return len(args), tuple(kwargs), structure, modes
+
+
+def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
+    """Return the part of a call's key that the user gives: a value, or what a callable returns for the arguments.
+
+    Raises:
+        TypeError: a part of it has no hash, or is a tensor.
+
+    Example:
+        >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})
+        (None, (<class 'bool'>, True))
+        >>> user_key(types.SimpleNamespace(scale=2), (), {})
+        (None, (<class 'types.SimpleNamespace'>, ((('scale',), 2),)))
+    """
+    found, structure = flatten((key(*args, **kwargs) if callable(key) else key,), {})
+    own = [(type(x), object_key(x)) if type(x).__hash__ is None and has_parts(x) else leaf_key(x) for x in found]
+    parts = (structure, *own)
+    try:
+        hash(parts)
+    except TypeError as error:
+        raise TypeError(f"key gives what can be part of a graph's key, got {shown(key)}: {error}") from None
+    if any(isinstance(x, Tensor) for x in found):
+        raise TypeError(f"key gives plain values, got a tensor of {shown(key)}: pass tensors as arguments")
+    return parts
 
 
 def leaf_key(x: PyTree) -> tuple[object, ...]:

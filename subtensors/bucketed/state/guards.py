@@ -6,9 +6,8 @@ kind of these, which is compared with the present:
 | guard | compares |
 |---|---|
 | `TensorSnapshot` | address, dtype and layout of parameters, buffers and other tensors |
-| `ConstantGuard` | plain values that the program's Python reads, and module hooks |
-| `NewAttributes` | the names in objects and small containers |
-| `StateGuard` | all of these, the modules, their training flags, and the optimizers |
+| `AttributeGuard` | plain values and functions in the attributes of modules and objects |
+| `StateGuard` | both of these, the modules, their hooks and training flags, and the optimizers |
 
 A value that the program itself writes while it runs, such as a count of its calls, is guarded no longer: it changes
 with every run.
@@ -16,9 +15,10 @@ with every run.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,6 +54,9 @@ _MAX_MODES = 4
 _VALUES = methodcaller("values")
 _TRAINING = itemgetter("training")
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+Attributes: TypeAlias = "dict[str, Any]"
 LocatedValue: TypeAlias = "tuple[Location, object]"
 
 
@@ -62,31 +65,11 @@ def is_plain(x: object) -> bool:
     return type(x) in PLAIN or (type(x) is tuple and all(map(is_plain, x)))
 
 
-def slots_of(x: object) -> dict[str, object]:
-    """Return the attributes in the slots of an object."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
-
-
-class Slots:
-    """The slots of an object, read like a dict."""
-
-    def __init__(self, x: object) -> None:
-        self._x = x
-
-    def __getitem__(self, name: str) -> object:
-        try:
-            return getattr(self._x, name)
-        except AttributeError as error:
-            raise KeyError(name) from error
-
-
 class Location(NamedTuple):
-    """The location of a value: a key of a dict or list, a slot of an object, or a cell of a closure.
+    """The location of a value: a key of a dict or list, or a cell of a closure.
 
     Args:
-        holder: the dict, list, slots or cell.
+        holder: the dict, list or cell.
         key: the key in it, `CELL` for a cell.
         is_attribute: whether the dict holds the attributes of an object.
     """
@@ -159,144 +142,67 @@ class TensorSnapshot:
         return None if len(tensors) == known else (min(len(tensors), known), "count")
 
 
-class ConstantGuard:
-    """A snapshot of plain values and hooks, to be compared with their later values.
+class AttributeGuard:
+    """A snapshot of the plain values and functions in some dicts, to be compared with their later values.
 
     Args:
-        constants: the locations where the program finds plain values, each with its value.
-        modules: the modules whose hooks it runs.
+        dicts: each dict with the keys that count.
 
     Example:
-        >>> options = {"scale": 2.0}
-        >>> guard = ConstantGuard([(Location(options, "scale"), 2.0)], [])
+        >>> options = {"scale": 2.0, "calls": 1}
+        >>> guard = AttributeGuard([(options, ["scale"])])
         >>> options["scale"] = 3.0
         >>> guard.first_change()
         'scale'
     """
 
-    def __init__(self, constants: Iterable[LocatedValue], modules: Sequence[nn.Module]) -> None:
-        self._hooks: list[dict[int, object]] = [getattr(m, kind) for m in modules for kind in HOOKS]
-        self._hook_ids = self.hook_ids()
-        self._watch(list(constants))
+    def __init__(self, dicts: Iterable[tuple[Attributes, Iterable[str]]]) -> None:
+        found = [(d, [name for name in names if _is_constant(d[name])]) for d, names in dicts]
+        self._snapshots: dict[object, list[tuple[object, ...]]] = {}
+        self._watch([(d, names) for d, names in found if names])
+        self.first_change()
 
-    def _watch(self, constants: Sequence[LocatedValue]) -> None:
-        self._locations, self._values = [place for place, _ in constants], [value for _, value in constants]
-        keys_of: dict[int, tuple[dict[object, object], list[object]]] = {}
-        self._outside_dicts: list[Location] = []
-        for location in self._locations:
-            if type(location.holder) is dict:
-                keys_of.setdefault(id(location.holder), (location.holder, []))[1].append(location.key)
-            else:
-                self._outside_dicts.append(location)
-        self._dicts = [(itemgetter(*keys), holder) for holder, keys in keys_of.values()]
-        # A value that changed before this snapshot must not pass for the captured one.
-        self._snapshot = self._read_fast() if _are_equal(self.values(), self._values) else None
+    def _watch(self, dicts: list[tuple[Attributes, list[str]]]) -> None:
+        self._dicts = dicts
+        # Read dict by dict in half the time of one by one; two names at least give a tuple.
+        self._readers = [(itemgetter(*names, names[0]), d) for d, names in dicts]
 
-    def _read_fast(self) -> tuple[list[object], list[object]] | None:
-        """Return all values, read dict by dict in half the time of one by one; None if a name was removed."""
-        try:
-            return [get(holder) for get, holder in self._dicts], [x.now() for x in self._outside_dicts]
-        except KeyError:
-            return None
+    def first_change(self, key: object = None) -> str:
+        """Return the name of the first value that changed; "" if nothing did.
 
-    def values(self) -> list[object]:
-        """Return the present values."""
-        return [location.now() for location in self._locations]
-
-    def watched(self) -> list[LocatedValue]:
-        """Return the locations that are watched, each with its present value."""
-        return list(zip(self._locations, self.values(), strict=True))
-
-    def hook_ids(self) -> list[int]:
-        """Return the ids of the present hooks, which are unique."""
-        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
-
-    def first_change(self) -> str:
-        """Return the name of the first value that changed, or "a hook of a module"; "" if nothing changed."""
-        if self.hook_ids() != self._hook_ids:
-            return "a hook of a module"
-        if self._snapshot is not None and _are_equal(self._read_fast(), self._snapshot):
-            return ""
-        pairs = zip(self._locations, self.values(), self._values, strict=True)
-        return next((location.name for location, now, before in pairs if not _are_equal(now, before)), "")
-
-    def ignore_changes_since(self, hook_ids: list[int], watched: Sequence[LocatedValue]) -> None:
-        """Stop watching what a run of the program changed: `hook_ids()` and `watched()` before it are given.
-
-        A run may call the program's runner, within which fewer locations are watched after a change.
+        Args:
+            key: calls with another one have values, and graphs, of their own.
         """
-        if self.hook_ids() != hook_ids:
-            self._hook_ids = self.hook_ids()
-        now = [(location, location.now(), before) for location, before in watched]
-        # Lists compare what is the same object as equal, which a tensor in a value's place would refuse.
-        changed = {id(location) for location, after, before in now if not _are_equal([after], [before])}
-        if changed:
-            pairs = zip(self._locations, self._values, strict=True)
-            self._watch([(location, value) for location, value in pairs if id(location) not in changed])
-
-
-class Holder(NamedTuple):
-    """The attributes of an object, or a container.
-
-    Args:
-        items: a dict or list.
-        is_object: whether these are attributes; then only names that occur in the program's code count.
-    """
-
-    items: dict[Any, Any] | list[Any]
-    is_object: bool
-
-
-class NewAttributes:
-    """A snapshot of the keys of some holders, to be compared with their later keys.
-
-    Code may ask whether a name exists (`getattr(self, "scale", 1)`), or find an object's name before its class's.
-
-    Args:
-        holders: distinct ones.
-        names: the names in the code of the program.
-
-    Example:
-        >>> keys = NewAttributes([Holder(attributes := {"scale": 2}, True)], {"scale", "shift"})
-        >>> attributes["other"] = 1
-        >>> keys.first_change()
-        ''
-        >>> attributes["shift"] = 1
-        >>> keys.first_change()
-        'shift'
-    """
-
-    def __init__(self, holders: Iterable[Holder], names: Collection[object]) -> None:
-        self._holders, self._names = list(holders), names
-        self._items = [holder.items for holder in self._holders]
-        self._take_snapshot()
-
-    def _take_snapshot(self) -> None:
-        self._lengths = self.lengths()
-        self._keys = [frozenset(items) if isinstance(items, dict) else None for items in self._items]
-
-    def lengths(self) -> list[int]:
-        """Return the present number of items of each holder."""
-        return list(map(len, self._items))
-
-    def first_change(self) -> str:
-        """Return the name of the first key that was added or removed; "" if there is none."""
-        if self.lengths() == self._lengths:
+        try:
+            now = [get(d) for get, d in self._readers]
+        except KeyError as error:  # a name was removed
+            return str(error.args[0])
+        before = self._snapshots.setdefault(key, now)
+        if _are_equal(now, before):
             return ""
-        for holder, length, keys in zip(self._holders, self._lengths, self._keys, strict=True):
-            if len(holder.items) != length:
-                if keys is None:
-                    return "a list of the program"
-                changed = keys.symmetric_difference(holder.items)
-                if counted := [key for key in changed if not holder.is_object or key in self._names]:
-                    return str(counted[0])
-        self._take_snapshot()
-        return ""
+        names = chain.from_iterable((*names, names[0]) for _, names in self._dicts)
+        values = zip(names, chain.from_iterable(now), chain.from_iterable(before), strict=True)
+        return next((name for name, x, y in values if not _are_equal(x, y)), "")
 
-    def ignore_changes_since(self, lengths: list[int]) -> None:
-        """Accept what a run of the program added: `lengths()` before it is given."""
-        if self.lengths() != lengths:
-            self._take_snapshot()
+    @contextmanager
+    def ignoring_own_changes(self) -> Iterator[None]:
+        """A context in which the program runs: values that it changes are not watched any more."""
+        before = [(d, name, d.get(name)) for d, names in self._dicts for name in names]
+        try:
+            yield
+        finally:
+            # Lists compare what is the same object as equal, which a tensor in a value's place would refuse.
+            changed = {(id(d), name) for d, name, value in before if not _are_equal([d.get(name)], [value])}
+            if changed:
+                self._stop_watching(changed)
+
+    def _stop_watching(self, changed: Collection[tuple[int, str]]) -> None:
+        kept = [[(id(d), name) not in changed for name in names] for d, names in self._dicts]
+        for key, rows in self._snapshots.items():
+            left = [tuple(compress(row, keep)) for row, keep in zip(rows, kept, strict=True)]
+            self._snapshots[key] = [(*row, row[0]) for row in left if row]
+        dicts = [(d, list(compress(names, keep))) for (d, names), keep in zip(self._dicts, kept, strict=True)]
+        self._watch([(d, names) for d, names in dicts if names])
 
 
 class StateGuard:
@@ -305,9 +211,7 @@ class StateGuard:
     Args:
         parts: the modules and tensors that the program reaches.
         locations: where it finds them and its functions, each with the value found there.
-        constants: where it finds plain values, each with the value.
-        holders: the objects and small containers that it reads from.
-        names: the names in its code.
+        attributes: the attributes of its modules and objects, each dict with the names that its code reads.
         optimizer_change: says what changed of its optimizers; None if it has none.
     """
 
@@ -315,9 +219,7 @@ class StateGuard:
         self,
         parts: Iterable[object],
         locations: Iterable[LocatedValue],
-        constants: Iterable[LocatedValue],
-        holders: Iterable[Holder],
-        names: Collection[object],
+        attributes: Iterable[tuple[Attributes, Iterable[str]]],
         optimizer_change: Callable[[], str] | None,
     ) -> None:
         parts = list(parts)
@@ -333,8 +235,11 @@ class StateGuard:
         self._scripted = [m for m in self.modules if "training" not in vars(m)]
         self._training_flags = {self.training(): self._all_training_flags()}
         """The training flags of all modules, by those of the outermost ones: each combination has its own graphs."""
-        self._constants = ConstantGuard(constants, self.modules)
-        self._new_attributes = NewAttributes(holders, names)
+        self.user_key: object = None
+        """What `st.bucketed`'s `key` gave for the last call; plain attributes may have other values for each."""
+        self._plain_attributes = AttributeGuard(attributes)
+        self._hooks: list[dict[int, object]] = [getattr(m, kind) for m in self.modules for kind in HOOKS]
+        self._hook_ids = self._present_hook_ids()
         self.distinct_tensors = _distinct(self.tensors())
         """The tensors of the snapshot, each once."""
         self._snapshot = TensorSnapshot(self.distinct_tensors)
@@ -380,7 +285,9 @@ class StateGuard:
         flags = self._all_training_flags()
         if self._training_flags.setdefault(self.training(), flags) != flags:
             return "a module changed between training and evaluation"
-        if name := self._constants.first_change() or self._new_attributes.first_change():
+        if self._present_hook_ids() != self._hook_ids:
+            return "a hook of a module changed, which a graph holds as a constant"
+        if name := self._plain_attributes.first_change(self.user_key):
             return f"{name} changed, which a graph holds as a constant"
         return self._optimizer_change() if self._optimizer_change is not None else ""
 
@@ -400,13 +307,20 @@ class StateGuard:
     @contextmanager
     def during_run(self) -> Iterator[None]:
         """A context in which the program runs: what it writes itself is not guarded."""
-        hook_ids, watched = self._constants.hook_ids(), self._constants.watched()
-        lengths = self._new_attributes.lengths()
+        hook_ids = self._present_hook_ids()
         try:
-            yield
+            with self._plain_attributes.ignoring_own_changes():
+                yield
         finally:
-            self._new_attributes.ignore_changes_since(lengths)
-            self._constants.ignore_changes_since(hook_ids, watched)
+            if self._present_hook_ids() != hook_ids:
+                self._hook_ids = self._present_hook_ids()
+
+    def _present_hook_ids(self) -> list[int]:
+        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
+
+
+def _is_constant(x: object) -> bool:
+    return is_plain(x) or isinstance(x, _FUNCTIONS)
 
 
 def _are_equal(now: object, before: object) -> bool:

@@ -30,14 +30,15 @@ class State:
 
     Args:
         program: as `ReachableState` takes it.
+        key: a further part of every graph's key, as `st.bucketed` takes it.
     """
 
     guard: StateGuard
     """The snapshot that graphs were captured with."""
     optimizers: Optimizers
 
-    def __init__(self, program: Callable[..., object]) -> None:
-        self._program = program
+    def __init__(self, program: Callable[..., object], key: object = None) -> None:
+        self._program, self.key = program, key
         self._written: set[int] | None = set()
         """Ids of the tensors that the program was seen to write to; None if torch does not count writes."""
         self.take_snapshot()
@@ -47,14 +48,14 @@ class State:
         reachable = ReachableState(self._program)
         self.draws_random_numbers, self.has_scaler = reachable.draws_random_numbers, reachable.has_scaler
         self.optimizers = Optimizers([x for x in reachable.parts if isinstance(x, torch.optim.Optimizer)])
+        user_key = self.guard.user_key if hasattr(self, "guard") else None
         self.guard = StateGuard(
             reachable.parts,
             reachable.locations,
-            reachable.constants,
-            reachable.holders,
-            reachable.names,
+            reachable.attributes,
             self.optimizers.first_change if self.optimizers.found else None,
         )
+        self.guard.user_key = user_key
 
     def tensors(self) -> list[Tensor]:
         """Return the current parameters, buffers and tensors that the program closes over."""

@@ -1,0 +1,85 @@
+"""`key=` of `st.bucketed`: what it gives is part of every graph's key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from bucketed_rows import DIMS, rows
+from torch import Tensor
+
+import subtensors as st
+
+pytestmark = pytest.mark.usefixtures("captured")
+
+
+@dataclass
+class Values:
+    scale: float
+    shift: float
+
+
+class Settings:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.shifts = {"first": 0.0}
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shifts["first"]
+
+
+KEYS: dict[str, Callable[[Settings], Any]] = {
+    "an object": lambda settings: settings,
+    "a container": lambda settings: [settings, settings.shifts],
+    "a function of the arguments": lambda settings: lambda x: (settings.scale, settings.shifts["first"], x.dim()),
+    "a dataclass that it returns": lambda settings: lambda x: Values(settings.scale, settings.shifts["first"]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KEYS)
+def test_each_value_of_the_key_has_a_graph_of_its_own(kind: str, device: str) -> None:
+    settings = Settings(2.0)
+    run = st.bucketed(settings.apply, DIMS, key=KEYS[kind](settings), check=False)
+    x = rows(5, device)
+    for _ in range(3):
+        for scale, shift in ((2.0, 0.0), (3.0, 0.0), (3.0, 1.0)):
+            settings.scale, settings.shifts["first"] = scale, shift
+            torch.testing.assert_close(run(x), x * scale + shift)
+    stats = run.stats()
+    assert (stats.hits, stats.recaptures, len(stats.buckets)) == (6, 0, 3)
+    assert not stats.fallbacks
+
+
+@torch.no_grad()
+def test_a_watched_value_that_is_no_part_of_the_key_is_still_watched(device: str) -> None:
+    settings = Settings(2.0)
+    run = st.bucketed(settings.apply, DIMS, key=lambda x: settings.shifts["first"], check=False)
+    x = rows(5, device)
+    for scale, shift in ((2.0, 0.0), (2.0, 1.0), (3.0, 1.0), (3.0, 0.0), (2.0, 1.0)):
+        settings.scale, settings.shifts["first"] = scale, shift
+        torch.testing.assert_close(run(x), x * scale + shift)
+    assert not run.stats().fallbacks
+
+
+@torch.no_grad()
+def test_a_key_that_can_be_no_part_of_a_graphs_key_is_refused(device: str) -> None:
+    x = rows(5, device)
+    for key, message in (({1}, "unhashable type: 'set'"), ([x], "key gives plain values, got a tensor")):
+        with pytest.raises(TypeError, match=message):
+            st.bucketed(lambda x: x.softmax(0), DIMS, key=key)(x)
+    with pytest.raises(ValueError, match="of the key"):
+        st.bucketed(lambda x: x.softmax(0), DIMS, key=lambda x: int("of the key"))(x)
+
+
+@torch.no_grad()
+def test_a_key_of_ever_new_values_ends_without_further_graphs(device: str) -> None:
+    step = 0
+    run = st.bucketed(lambda x: x.sum(0) + step, DIMS, key=lambda x: step, check=False)
+    x = rows(5, device)
+    for step in range(130):
+        torch.testing.assert_close(run(x), x.sum(0) + step)
+    assert run.stats().fallbacks == {"key had 128 values, each with graphs of its own: give a tensor, or max_graphs": 2}
