@@ -211,7 +211,7 @@ class CapturedStep:
     def _update_options(self, optimizer: Optimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         updater = optimizer._updater
-        if not self.groups[index].accept(group, needed_entries(optimizer, group)):
+        if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
             return f"group {index} needs other state"
         options = options_of(group)
         are_immutable = all(map(is_immutable, options))

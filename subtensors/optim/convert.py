@@ -7,8 +7,7 @@ from typing import Unpack
 
 import torch
 
-from subtensors.optim.hyperparameters import COUNTERPARTS
-from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.optimizer import COUNTERPARTS, Optimizer
 from subtensors.optim.options import Options, group_options
 
 

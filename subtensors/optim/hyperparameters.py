@@ -38,9 +38,6 @@ COMMON: dict[str, Range] = {
 Values = dict[str, Any]
 """Hyperparameters by name."""
 
-COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
-"""The classes here that torch.optim has, too, by torch's."""
-
 
 class Accepted:
     """The hyperparameters that an optimizer class accepts.
@@ -60,10 +57,6 @@ class Accepted:
 
     def __init__(self, peer: type[torch.optim.Optimizer] | None = None, **ranges: Range) -> None:
         self.peer, self.ranges = peer, ranges if peer else COMMON | ranges
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        if self.peer is not None:
-            COUNTERPARTS[self.peer] = owner
 
     def complete(self, values: Values) -> Values:
         """Return these values, and torch's defaults for those that are missing.

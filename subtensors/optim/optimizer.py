@@ -38,7 +38,7 @@ from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
-from subtensors.optim.state import Declaration, Initializer, StateFactory, swapped_averages
+from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
 from subtensors.optim.step import StepFunction, Updater, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
@@ -46,6 +46,9 @@ from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+COUNTERPARTS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {}
+"""The classes here that torch.optim has, too, by torch's."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -132,6 +135,8 @@ class Optimizer(torch.optim.Optimizer):
         if cls.update is not Optimizer.update:
             cls._declaration = Declaration(cls, Optimizer)
             cls._fusion = cls._step_function()
+        if (accepted := vars(cls).get("_accepted")) is not None and accepted.peer is not None:
+            COUNTERPARTS[accepted.peer] = cls
 
     @classmethod
     def _step_function(cls) -> StepFunction:
@@ -142,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._arena = options.get("arena")
-        self._updater = Updater(type(self))
+        self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
         given = defaults | {name: x for name, x in options.items() if name in TORCH_OPTIONS}
@@ -155,7 +160,11 @@ class Optimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
         for group in self.param_groups:
-            StateFactory(self).create_group(group["params"], group)
+            self._updater.state_factory(self).create_group(group["params"], group)
+
+    def _new_updater(self) -> Updater:
+        is_static, is_packed = self._capture is not None, getattr(self._capture, "packed", None) is not None
+        return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""
@@ -234,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._is_provisional:
             drop_state(self)
         if not self.state and is_checkpoint_step(self.param_groups):
-            make_state(self.param_groups, StateFactory(self), names_gradients=True)
+            make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
             self._is_provisional = True
         elif accumulation.accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
@@ -288,6 +297,7 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = new_capture(params, packed, check)
+        self._updater.is_static, self._updater.is_packed = True, self._capture.packed is not None
         return self._capture
 
     @property
@@ -366,7 +376,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         former = list(vars(self).get("param_groups", []))
         super().__setstate__(state)
-        self._updater = Updater(type(self))
+        self._updater = self._new_updater()
         restore_state(self, former)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
 from subtensors.optim.versions import States
+from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import static_in_place
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ class Declaration:
             raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
 
 
-def needed_entries(optimizer: Optimizer, group: ParamGroup) -> tuple[str, ...]:
+def needed_entries(declaration: Declaration, rules: Optimizer, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
-    needed = tuple([entry for entry in optimizer._declaration.entries if optimizer.needs_state(entry, group)])
+    needed = tuple([entry for entry in declaration.entries if rules.needs_state(entry, group)])
     return needed if group.get("ema") is None else (*needed, AVERAGE)
 
 
@@ -97,20 +98,23 @@ class StateFactory:
     garbage collection to be freed.
 
     Args:
-        optimizer: the optimizer, whose hooks are called.
-        is_apart: put the state into a dict of its own, and its tensors where any are, rather than with the optimizer's.
+        declaration: the declaration of the optimizer's class.
+        rules: the optimizer, for its hooks.
+        state: the optimizer's state, which new entries are put into.
+        arena: where state is made; None for memory of its own.
+        is_static: make it static, since captured steps replay its addresses.
     """
 
-    def __init__(self, optimizer: Optimizer, is_apart: bool = False) -> None:
-        self.optimizer, self.declaration = optimizer, optimizer._declaration
-        self.state = States() if is_apart else optimizer.state
-        self.arena = None if is_apart else optimizer._arena
-        self.is_static = not is_apart and optimizer._capture is not None  # captured steps replay its addresses
+    def __init__(
+        self, declaration: Declaration, rules: Optimizer, state: States, arena: Arena | None, is_static: bool
+    ) -> None:
+        self.declaration, self.rules, self.state = declaration, rules, state
+        self.arena, self.is_static = arena, is_static
 
     def entries_of(self, p: Tensor, needed: tuple[str, ...], group: ParamGroup) -> tuple[str, ...]:
         """The entries that a parameter has: its master if it has one, and the needed ones that apply to it."""
         if self.declaration.has_applies_hook:
-            needed = tuple([e for e in needed if e == AVERAGE or self.optimizer.applies_to(e, p, group)])
+            needed = tuple([e for e in needed if e == AVERAGE or self.rules.applies_to(e, p, group)])
         return (MASTER, *needed) if group.get("master_weights") and is_narrow(p.dtype) else needed
 
     def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
@@ -152,7 +156,7 @@ class StateFactory:
 
     def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
         """Create the state of all parameters of a group."""
-        needed = needed_entries(self.optimizer, group)
+        needed = needed_entries(self.declaration, self.rules, group)
         for p in params:
             self.create(p, self.entries_of(p, needed, group), group)
 
@@ -164,7 +168,7 @@ class StateFactory:
         p = p.float() if has_master else p
         if name == AVERAGE:
             return p.float() if is_narrow(p.dtype) else p.clone()
-        return p if name == MASTER else self.optimizer.init_state(name, p, group)
+        return p if name == MASTER else self.rules.init_state(name, p, group)
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""

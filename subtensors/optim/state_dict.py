@@ -41,7 +41,7 @@ def saved_state(optimizer: Optimizer, make: Callable[[], SavedState]) -> SavedSt
     """
     if is_provisional := optimizer._is_provisional:
         drop_state(optimizer)
-        make_state(optimizer.param_groups, StateFactory(optimizer))
+        make_state(optimizer.param_groups, optimizer._updater.state_factory(optimizer))
     saved = make()
     _add_gradients(saved, optimizer)
     if is_provisional:
@@ -70,7 +70,7 @@ def _add_gradients(saved: SavedState, optimizer: Optimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
     # Parameters without state get some beside it, as torch.optim takes what it loads to be all of it.
-    apart = StateFactory(optimizer, is_apart=True)
+    apart = StateFactory(optimizer._declaration, optimizer, States(), None, is_static=False)
     for p, group in accumulation.waiting(optimizer.param_groups):
         if not optimizer.state.get(p):
             apart.create_group([p], group)
@@ -118,7 +118,7 @@ def _wrapped(saved: SavedState, optimizer: Optimizer) -> SavedState:
     for value in state.values():
         if isinstance(value, Mapping):
             _check_names(set(value), set(declaration.entries), foreign)
-    needed = any(needed_entries(optimizer, group) for group in optimizer.param_groups)
+    needed = any(needed_entries(declaration, optimizer, group) for group in optimizer.param_groups)
     if needed and state and all(type(key) is str and value == {} for key, value in state.items()):
         raise RuntimeError(
             "the state to load is empty: of a flattened checkpoint, torch.distributed.checkpoint looks for the names "
@@ -161,8 +161,8 @@ def restore_state(optimizer: Optimizer, former: list[Group]) -> None:
 
 def _unwrap(optimizer: Optimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
-    state, factory = optimizer.state, StateFactory(optimizer)
-    needed = needed_entries(optimizer, group)
+    state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
+    needed = needed_entries(optimizer._declaration, optimizer, group)
     for p in group["params"]:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue

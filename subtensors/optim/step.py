@@ -27,10 +27,11 @@ from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, 
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
-from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
 from subtensors.optim.options import IN_STEP, ParamGroup
-from subtensors.optim.state import AVERAGE, MASTER, StateFactory, needed_entries
+from subtensors.optim.state import AVERAGE, MASTER, Declaration, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
+from subtensors.static.arena import Arena
 
 if TYPE_CHECKING:
     from subtensors.optim.optimizer import Optimizer
@@ -85,12 +86,26 @@ class Updater:
     garbage collection.
 
     Args:
-        cls: the optimizer's class.
+        cls: the optimizer's class, for messages and for functions of shards.
+        declaration: the class's declaration.
+        function: the class's step function.
+        arena: where state is made; None for memory of its own.
+        is_static: whether new state is static, for captured steps.
+        is_packed: whether parameters are packed, so that holding them in C++ saves nothing.
     """
 
-    def __init__(self, cls: type[Optimizer]) -> None:
-        self.declaration, self.function = cls._declaration, cls._fusion
-        self.is_fused = isinstance(self.function, FusedFunction)
+    def __init__(
+        self,
+        cls: type,
+        declaration: Declaration,
+        function: StepFunction,
+        arena: Arena | None,
+        is_static: bool = False,
+        is_packed: bool = False,
+    ) -> None:
+        self.declaration, self.function, self.arena = declaration, function, arena
+        self.is_static, self.is_packed = is_static, is_packed
+        self.is_fused = isinstance(function, FusedFunction)
         """True if the update of a batch is one fused call."""
         self.norm = GradientNorm()
         self.groups: dict[int, GroupBatches] = {}
@@ -144,7 +159,7 @@ class Updater:
         known = self.groups.get(index)
         if (
             known is not None
-            and (known.has_values(group) or known.accept(group, needed_entries(optimizer, group)))
+            and (known.has_values(group) or known.accept(group, needed_entries(self.declaration, optimizer, group)))
             and known.is_current(params, grads)
         ):
             return known.batches
@@ -152,7 +167,7 @@ class Updater:
         if known is not None and not known.has_params(params):
             self.forget()
         with gc_paused():
-            entries = needed_entries(optimizer, group)
+            entries = needed_entries(self.declaration, optimizer, group)
             kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
             batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
         self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
@@ -162,6 +177,10 @@ class Updater:
     def forget(self) -> None:
         """Drop the batches of all groups; traced and compiled functions stay."""
         self.groups.clear()
+
+    def state_factory(self, optimizer: Optimizer) -> StateFactory:
+        """A factory for the state of the optimizer."""
+        return StateFactory(self.declaration, optimizer, optimizer.state, self.arena, self.is_static)
 
     def refuse_sparse(self, grads: TensorColumn) -> None:
         """Raise RuntimeError if a gradient of a group is sparse."""
@@ -198,8 +217,8 @@ class Updater:
         if not isinstance(self.function, FusedFunction):
             return False, False
         p = torch.ones(2, device="cpu")
-        needed = needed_entries(optimizer, group)
-        factory = StateFactory(optimizer)
+        needed = needed_entries(self.declaration, optimizer, group)
+        factory = self.state_factory(optimizer)
         entries = [
             TensorColumn([factory.initial_value(p, e, False, group)]) if e in needed else None
             for e in (*self.declaration.entries, AVERAGE)
@@ -224,7 +243,7 @@ class Updater:
             *map(group.get, self.declaration.option_names),
         ]
         gradients = batch.gradients(grads)
-        if not batch.holds_parameters and getattr(optimizer._capture, "packed", None) is None:  # else it saves nothing
+        if not batch.holds_parameters and not self.is_packed:
             batch.hold_parameters()
         call = batch.repeated_call(options, gradients) or batch.new_call(
             options,
@@ -258,13 +277,13 @@ class Updater:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
         present = [i for i, g in enumerate(grads) if g is not None]
-        factory = StateFactory(optimizer)
+        factory = self.state_factory(optimizer)
         entries = [factory.entries_of(params[i], needed, group) for i in present]
         factory.create_all([params[i] for i in present], entries, group)
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
-            dtypes = tuple([low_bit_dtype(entry, p, group, self.declaration.low_bit) for entry in own])
+            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 
