@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import optree
 import torch
@@ -26,10 +26,7 @@ from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient, is_immutable
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import needed_entries
-from subtensors.optim.step import Updater
-
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.step import SteppedOptimizer, Updater
 
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
@@ -37,6 +34,13 @@ Gradients = list[TensorColumn]
 CONSTANT_NUMBER = "a number changed that is a constant of this optimizer's graph"
 CONSTANT_GRADIENT = "a gradient moved whose address is a constant of this optimizer's graph"
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
+
+
+class CapturableOptimizer(SteppedOptimizer, Protocol):
+    """The attributes of an optimizer that a captured step reads."""
+
+    is_replayable: ClassVar[bool]
+    _updater: Updater
 
 
 class CapturedStep:
@@ -51,7 +55,7 @@ class CapturedStep:
         AddressError: parameters, state or gradients moved during the capture.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, reason: str = "") -> None:
+    def __init__(self, optimizer: CapturableOptimizer, gradients: Gradients, reason: str = "") -> None:
         updater = optimizer._updater
         groups = optimizer.param_groups
         self.recording: Recording | None = None
@@ -91,7 +95,7 @@ class CapturedStep:
         except NotRecordable as error:
             self.recording, self.reason = None, str(error)
 
-    def _record(self, optimizer: Optimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+    def _record(self, optimizer: CapturableOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
         name = type(optimizer).__name__
         if not devices:
             raise NotRecordable("no parameter has a gradient")
@@ -117,7 +121,7 @@ class CapturedStep:
             if launch.source is not None:  # the norm has no source, and takes no numbers
                 self._match_numbers(optimizer, launch)
 
-    def _record_update(self, optimizer: Optimizer, recording: Recording, gradients: list[Tensor]) -> None:
+    def _record_update(self, optimizer: CapturableOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
         """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
@@ -138,7 +142,7 @@ class CapturedStep:
         finally:
             vars(optimizer).update(given)
 
-    def _match_numbers(self, optimizer: Optimizer, launch: Launch) -> None:
+    def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
         assert isinstance(launch.source, int)
         group = optimizer.param_groups[launch.source]
@@ -168,7 +172,7 @@ class CapturedStep:
             return f"state tensor {index} of the step"
         return ""
 
-    def full_check(self, optimizer: Optimizer, gradients: Gradients) -> str:
+    def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
         if reason := self.fast_check(optimizer):
             return reason
@@ -181,7 +185,7 @@ class CapturedStep:
             return "a parameter moved"
         return self._update_gradients(_present(gradients))
 
-    def fast_check(self, optimizer: Optimizer) -> str:
+    def fast_check(self, optimizer: CapturableOptimizer) -> str:
         """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
         if optimizer.state.version.stamp is not self.stamp:
             return "state was added or replaced"
@@ -208,7 +212,7 @@ class CapturedStep:
             return "a loss scale was added or removed"
         return ""
 
-    def _update_options(self, optimizer: Optimizer, index: int, group: ParamGroup) -> str:
+    def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         updater = optimizer._updater
         if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
@@ -244,7 +248,7 @@ class CapturedStep:
             self.gradient_guard = guard
         return ""
 
-    def replay(self, optimizer: Optimizer) -> None:
+    def replay(self, optimizer: CapturableOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
         check_resident((self.params, self.state))

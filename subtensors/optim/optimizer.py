@@ -9,7 +9,7 @@
                                with their state      scaling, masters, averages       steps replay it
 
 A batch is the parameters of one group that are alike, mostly all of it. A fused call runs the traced math over them, as
-one Triton kernel on a GPU. An optimizer is put together of parts, which are handed it and keep no reference to it:
+one Triton kernel on a GPU. An optimizer is put together of parts, none of which knows the optimizer class:
 
     Declaration, StateFactory  what state there is, and how it starts (`state`)
     Updater                    batches, gradients, hyperparameters, and the fused calls (`step`)
@@ -36,7 +36,7 @@ from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import PASSES, TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
@@ -46,9 +46,6 @@ from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-COUNTERPARTS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {}
-"""The classes here that torch.optim has, too, by torch's."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -135,8 +132,6 @@ class Optimizer(torch.optim.Optimizer):
         if cls.update is not Optimizer.update:
             cls._declaration = Declaration(cls, Optimizer)
             cls._fusion = cls._step_function()
-        if (accepted := vars(cls).get("_accepted")) is not None and accepted.peer is not None:
-            COUNTERPARTS[accepted.peer] = cls
 
     @classmethod
     def _step_function(cls) -> StepFunction:
@@ -226,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and not accumulation.accumulates(self.param_groups)
+            and not self._accumulates()
             and self._capture.try_fast_replay(self)
         ):
             return None
@@ -245,11 +240,14 @@ class Optimizer(torch.optim.Optimizer):
         if not self.state and is_checkpoint_step(self.param_groups):
             make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
             self._is_provisional = True
-        elif accumulation.accumulates(self.param_groups):
+        elif self._accumulates():
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()
         return loss
+
+    def _accumulates(self) -> bool:
+        return "accumulate" in self.param_groups[0] or PASSES in self.param_groups[0]
 
     def _update_all(self) -> None:
         if self._capture is None or not self._capture.take_step(self):

@@ -7,9 +7,9 @@ tensors a parameter), so like parameters get theirs together: each tensor has it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import static_in_place
 
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
-
 MASTER = "master_param"
 AVERAGE = "ema"
 
@@ -38,6 +35,31 @@ ENTRIES: set[str] = set()
 
 Initializer = Callable[[Tensor], Tensor]
 """Makes the initial value of a state entry from its parameter, or from the float32 master."""
+
+
+class OptimizerRules(Protocol):
+    """The attributes and methods by which an optimizer class says what its state is."""
+
+    optional: ClassVar[Collection[str]]
+    low_bit: ClassVar[Mapping[str, bool]]
+    _initializers: ClassVar[Mapping[str, Initializer]]
+
+    @property
+    def update(self) -> Callable[..., None]:
+        """The math of one tensor."""
+        ...
+
+    def needs_state(self, entry: str, group: ParamGroup) -> bool:
+        """Return whether the parameters of this group have this entry."""
+        ...
+
+    def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
+        """Return whether this parameter has an entry that its group needs."""
+        ...
+
+    def init_state(self, entry: str, p: Tensor, group: ParamGroup) -> Tensor:
+        """The initial value of an entry."""
+        ...
 
 
 class Declaration:
@@ -52,7 +74,7 @@ class Declaration:
             name of an option.
     """
 
-    def __init__(self, cls: type[Optimizer], base: type[Optimizer]) -> None:
+    def __init__(self, cls: type[OptimizerRules], base: type[OptimizerRules]) -> None:
         function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
         _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
         if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
@@ -85,7 +107,7 @@ class Declaration:
             raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
 
 
-def needed_entries(declaration: Declaration, rules: Optimizer, group: ParamGroup) -> tuple[str, ...]:
+def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
     needed = tuple([entry for entry in declaration.entries if rules.needs_state(entry, group)])
     return needed if group.get("ema") is None else (*needed, AVERAGE)
@@ -106,7 +128,7 @@ class StateFactory:
     """
 
     def __init__(
-        self, declaration: Declaration, rules: Optimizer, state: States, arena: Arena | None, is_static: bool
+        self, declaration: Declaration, rules: OptimizerRules, state: States, arena: Arena | None, is_static: bool
     ) -> None:
         self.declaration, self.rules, self.state = declaration, rules, state
         self.arena, self.is_static = arena, is_static
@@ -172,16 +194,15 @@ class StateFactory:
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""
-        initializer = self.declaration.initializers.get(name)
-        if name == "step" and initializer is None:
-            count = torch.empty((), dtype=torch.float32, device=params[0].device)
-            return init_together([count] * len(params), count.dtype, are_copies=False)
-        is_known = initializer in (torch.zeros_like, torch.clone) and not self.declaration.has_init_hook
-        if not is_known and name not in (MASTER, AVERAGE):
+        initializers = self.declaration.initializers
+        if name == "step" and name not in initializers:
+            return init_steps(params)
+        is_copy = name in (MASTER, AVERAGE)
+        init_together = _INIT_TOGETHER.get(torch.clone if is_copy else initializers[name])
+        if init_together is None or not (is_copy or not self.declaration.has_init_hook):
             return [self.initial_value(p, name, has_master, group) for p in params]
         dtype = params[0].dtype
-        dtype = torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype
-        return init_together(params, dtype, are_copies=initializer is not torch.zeros_like)
+        return init_together(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
 
     def _place(self, entry: Tensor) -> Tensor:
         """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
@@ -219,20 +240,38 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
         torch.cuda.empty_cache()
 
 
-def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:
-    """A tensor of each parameter's size and strides, zero or a copy of it.
+def init_steps(params: Sequence[Tensor]) -> list[Tensor]:
+    """A 0-d float32 zero for each parameter, all on one device."""
+    first = torch.empty((), dtype=torch.float32, device=params[0].device)
+    made = [torch.empty_like(first) for _ in params]
+    torch._foreach_zero_(made)
+    return made
+
+
+def init_zeros(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of each parameter's size and strides.
 
     Args:
         params: parameters of one device and dtype.
-        dtype: the dtype of the tensors.
-        are_copies: copy the values.
+        dtype: the dtype of the zeros.
     """
     made = [torch.empty_like(p, dtype=dtype) for p in params]
-    if are_copies:
-        torch._foreach_copy_(made, [p.detach() for p in params])
-    else:
-        torch._foreach_zero_(made)
+    torch._foreach_zero_(made)
     return made
+
+
+def init_copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """A copy of each parameter; arguments as in `init_zeros`."""
+    made = [torch.empty_like(p, dtype=dtype) for p in params]
+    torch._foreach_copy_(made, [p.detach() for p in params])
+    return made
+
+
+_INIT_TOGETHER: dict[Initializer, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
+    torch.zeros_like: init_zeros,
+    torch.clone: init_copies,
+}
+"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""
 
 
 @contextmanager

@@ -6,13 +6,14 @@ state goes through it wrapped, as an object that torch doesn't know and leaves a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
@@ -22,17 +23,34 @@ from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low
 from subtensors.optim.options import ParamGroup, complete_group
 from subtensors.optim.provisional_state import make_state
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, Declaration, StateFactory, needed_entries
+from subtensors.optim.step import SteppedOptimizer, Updater
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
-
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
 
 SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
-def saved_state(optimizer: Optimizer, make: Callable[[], SavedState]) -> SavedState:
+class SavedOptimizer(SteppedOptimizer, Protocol):
+    """The attributes of an optimizer that are saved and loaded, or say how."""
+
+    defaults: Group
+    host_entries: ClassVar[Collection[str]]
+    _declaration: ClassVar[Declaration]
+    _updater: Updater
+    _capture: Capture | None
+    _is_provisional: bool
+
+    def _check(self, group: ParamGroup) -> None: ...
+
+    def register_load_state_dict_pre_hook(
+        self, hook: Callable[[torch.optim.Optimizer, SavedState], SavedState | None]
+    ) -> RemovableHandle:
+        """Call a function with each state dict before it is loaded."""
+        ...
+
+
+def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
     """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves.
 
     Args:
@@ -59,13 +77,13 @@ def saved_state(optimizer: Optimizer, make: Callable[[], SavedState]) -> SavedSt
     return saved
 
 
-def drop_state(optimizer: Optimizer) -> None:
+def drop_state(optimizer: SavedOptimizer) -> None:
     """Drop all state of an optimizer, which may be provisional."""
     optimizer.state.clear()
     optimizer._is_provisional = False
 
 
-def _add_gradients(saved: SavedState, optimizer: Optimizer) -> None:
+def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
     """Add the gradients that are left for a later step to a state dict of torch."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
@@ -78,7 +96,7 @@ def _add_gradients(saved: SavedState, optimizer: Optimizer) -> None:
         saved["state"][indices[p]] = Entry({**state, GRADIENT: p.grad})
 
 
-def copied_state(optimizer: Optimizer) -> dict[str, object]:
+def copied_state(optimizer: SavedOptimizer) -> dict[str, object]:
     """The state that differs in a copy of an optimizer, which has parameters of its own."""
     # Steps are replayed there, from other graphs. Copies of parameters lack their gradients, which go as state.
     kept = {} if optimizer._capture is None else {"_capture": Capture(optimizer._capture.check)}
@@ -97,7 +115,7 @@ class _Wrapped:
 
 
 @contextmanager
-def loading(optimizer: Optimizer) -> Iterator[None]:
+def loading(optimizer: SavedOptimizer) -> Iterator[None]:
     """A context for torch's `load_state_dict`: state is wrapped on its way, and an error leaves all as it was."""
     # Wrapped in a hook, which comes after the user's.
     handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: _wrapped(saved, optimizer))
@@ -111,7 +129,7 @@ def loading(optimizer: Optimizer) -> Iterator[None]:
         handle.remove()
 
 
-def _wrapped(saved: SavedState, optimizer: Optimizer) -> SavedState:
+def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     """Wrap the state of each parameter."""
     declaration, state = optimizer._declaration, saved["state"]
     foreign = _entries_of_others(declaration)
@@ -130,7 +148,7 @@ def _wrapped(saved: SavedState, optimizer: Optimizer) -> SavedState:
     return {**saved, "state": {key: _Wrapped(value, key not in from_lacking) for key, value in state.items()}}
 
 
-def restore_state(optimizer: Optimizer, former: list[Group]) -> None:
+def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     """Complete what torch has put into an optimizer, from a state dict or from a copy.
 
     Args:
@@ -159,7 +177,7 @@ def restore_state(optimizer: Optimizer, former: list[Group]) -> None:
     accumulation.restore_gradients(groups, optimizer.state, was_underway, type(optimizer).__name__, is_packed)
 
 
-def _unwrap(optimizer: Optimizer, group: Group) -> None:
+def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
     state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
     needed = needed_entries(optimizer._declaration, optimizer, group)

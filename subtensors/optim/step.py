@@ -7,10 +7,10 @@ gradients of the groups -> batches, as of the last step unless something changed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,12 +29,10 @@ from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
 from subtensors.optim.options import IN_STEP, ParamGroup
-from subtensors.optim.state import AVERAGE, MASTER, Declaration, StateFactory, needed_entries
+from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
+from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
-
-if TYPE_CHECKING:
-    from subtensors.optim.optimizer import Optimizer
 
 Step = TypeVar("Step", bound=Callable[..., object])
 
@@ -79,6 +77,17 @@ class StepFunction(Protocol):
         ...
 
 
+class SteppedOptimizer(OptimizerRules, Protocol):
+    """The attributes of an optimizer that a step reads."""
+
+    param_groups: list[dict[str, Any]]
+    state: States
+
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterable[tuple[BatchKind, list[int]]]: ...
+
+
 class Updater:
     """The part of an optimizer that updates its parameters, with the batches that it keeps from step to step.
 
@@ -116,7 +125,7 @@ class Updater:
         self._shard_functions: dict[Sharding, FusedFunction] = {}
         """For steps of shards that depend on each other."""
 
-    def update_all(self, optimizer: Optimizer) -> None:
+    def update_all(self, optimizer: SteppedOptimizer) -> None:
         """Update every parameter that has a gradient, now or in the graph that is being captured."""
         recording = current_recording()
         groups = optimizer.param_groups
@@ -150,7 +159,7 @@ class Updater:
             columns.append(TensorColumn(map(_grad, group["params"]), like=like))
         return columns
 
-    def batches(self, optimizer: Optimizer, index: int, grads: TensorColumn) -> list[Batch]:
+    def batches(self, optimizer: SteppedOptimizer, index: int, grads: TensorColumn) -> list[Batch]:
         """The batches of a group for these gradients; state that a parameter lacks is created."""
         if optimizer.state.version.stamp is not self._stamp or len(self.groups) > len(optimizer.param_groups):
             self.forget()
@@ -178,7 +187,7 @@ class Updater:
         """Drop the batches of all groups; traced and compiled functions stay."""
         self.groups.clear()
 
-    def state_factory(self, optimizer: Optimizer) -> StateFactory:
+    def state_factory(self, optimizer: SteppedOptimizer) -> StateFactory:
         """A factory for the state of the optimizer."""
         return StateFactory(self.declaration, optimizer, optimizer.state, self.arena, self.is_static)
 
@@ -212,7 +221,7 @@ class Updater:
                 values[name] = value
         return values
 
-    def shard_mode(self, optimizer: Optimizer, group: ParamGroup, device: torch.device) -> tuple[bool, bool]:
+    def shard_mode(self, optimizer: SteppedOptimizer, group: ParamGroup, device: torch.device) -> tuple[bool, bool]:
         """Return whether a sharded step can run on local shards, and whether it then sums over processes."""
         if not isinstance(self.function, FusedFunction):
             return False, False
@@ -231,7 +240,7 @@ class Updater:
         return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
     def _update_batch(
-        self, optimizer: Optimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
+        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
     ) -> None:
         """Update the parameters of a batch, after or with the prelude."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -272,7 +281,7 @@ class Updater:
         return self._shard_functions[sharding]
 
     def _kinds(
-        self, optimizer: Optimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
+        self, optimizer: SteppedOptimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
     ) -> dict[BatchKind, list[int]]:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
@@ -287,7 +296,7 @@ class Updater:
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 
-    def _batch(self, optimizer: Optimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
+    def _batch(self, optimizer: SteppedOptimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
         """The batch of these parameters of the group, which are of one kind."""
         sees_shards = reduces_shards = False
         if kind.sharding is not None:
