@@ -1,4 +1,4 @@
-"""What a causal language model of transformers is made of, and what is changed about each part.
+"""The parts of a causal language model of transformers, and the change to each.
 
     body (layers) -> hidden states -> head -> logits -> loss
       |    |                           |
@@ -31,7 +31,7 @@ from subtensors.sizes.dims import Dim
 
 
 def keep(owner: object, name: str, undo: ExitStack) -> None:
-    """Have `undo` put an attribute of an object back to what it is now, or take it away if there is none."""
+    """Make `undo` restore an attribute of an object, or delete it if there is none now."""
     attributes = vars(owner)
     if name in attributes:
         undo.callback(attributes.__setitem__, name, attributes[name])

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 class Applied:
-    """What was changed about a model, and perhaps its trainer.
+    """The changes to a model, and perhaps its trainer.
 
     Attributes:
         optimizer: of the model's trainable parameters; None where none was asked for, or a trainer makes it.
@@ -120,7 +120,7 @@ class _Accelerator(Protocol):
 
 
 class _Trainer(Protocol):
-    """What is read and set of a `Trainer`."""
+    """The attributes of a `Trainer` that are read and set."""
 
     model: nn.Module
     args: _Arguments
@@ -138,7 +138,7 @@ def apply_to_trainer(
     buckets: Dim | None = None,
     **options: object,
 ) -> Applied:
-    """Have a `transformers.Trainer`, or one of its kind, train and evaluate as `apply` says.
+    """Make a `transformers.Trainer`, or one of its kind, train and evaluate as `apply` says.
 
     The trainer makes the optimizer, with its own groups, from `learning_rate`, and from `adam_beta1`, `adam_beta2` and
     `adam_epsilon` where these were changed; its checkpoints hold the state. `max_grad_norm` becomes the optimizer's
