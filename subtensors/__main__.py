@@ -95,6 +95,7 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
         return 2
     sys.path.insert(0, str(root / folder))
     before, sys.argv = sys.argv, [program, *arguments]
+    sys.modules.pop(f"{program}.__main__", None)  # runpy warns of a module that was imported before it runs
     try:
         runpy.run_module(program, run_name="__main__", alter_sys=True)  # raises SystemExit with its exit status
     finally:

@@ -146,9 +146,9 @@ def test_first_steps_are_measured_for_subtensors_only() -> None:
 
 def test_an_unknown_set_or_variant_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match="unknown set 'huge'; there are tiny1000, mid1000"):
-        main(["optim", "--sets", "tiny1000,huge"])
+        main(["optim", "--device", "cpu", "--sets", "tiny1000,huge"])
     with pytest.raises(SystemExit, match="unknown variant 'magic'; there are foreach, fused"):
-        main(["optim", "--variants", "magic"])
+        main(["optim", "--device", "cpu", "--variants", "magic"])
 
 
 def test_a_measuring_process_that_fails_or_hangs_is_reported() -> None:

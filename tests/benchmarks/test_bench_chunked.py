@@ -70,9 +70,9 @@ def test_the_three_shapes_are_those_of_the_models() -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match="unknown shape 'huge'; there are gemma2-2b, llama3-8b, gpt2"):
-        main(["chunked", "--shapes", "huge"])
+        main(["chunked", "--device", "cpu", "--shapes", "huge"])
     with pytest.raises(SystemExit, match="unknown variant 'magic'; there are eager, compile"):
-        main(["chunked", "--variants", "magic"])
+        main(["chunked", "--device", "cpu", "--variants", "magic"])
 
 
 def test_a_peer_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,4 +27,4 @@ def test_a_tiny_run_leaves_rows_and_a_table_and_all_losses_are_alike(
 
 def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match="unknown variant 'magic'; there are eager, compile"):
-        main(["gpt2-step", "--variants", "magic"])
+        main(["gpt2-step", "--device", "cpu", "--variants", "magic"])

@@ -118,6 +118,7 @@ def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
         TypeError: a part of it has no hash, or is a tensor.
 
     Example:
+        >>> import torch, types
         >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})
         (None, (<class 'bool'>, True))
         >>> user_key(types.SimpleNamespace(scale=2), (), {})
