@@ -119,10 +119,10 @@ def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
 
     Example:
         >>> import torch, types
-        >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})
-        (None, (<class 'bool'>, True))
-        >>> user_key(types.SimpleNamespace(scale=2), (), {})
-        (None, (<class 'types.SimpleNamespace'>, ((('scale',), 2),)))
+        >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})[1:]
+        ((<class 'bool'>, True),)
+        >>> user_key(types.SimpleNamespace(scale=2), (), {})[1:]
+        ((<class 'types.SimpleNamespace'>, ((('scale',), 2),)),)
     """
     found, structure = flatten((key(*args, **kwargs) if callable(key) else key,), {})
     own = [(type(x), object_key(x)) if type(x).__hash__ is None and has_parts(x) else leaf_key(x) for x in found]
