@@ -21,7 +21,7 @@ from subtensors.kernels.cross_entropy.compensated_sum import (
     compensated_add_by_kernel,
 )
 from subtensors.kernels.cross_entropy.logits_block import product_into
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype, has_kernel
 
 
 class GradientSum:
@@ -116,7 +116,7 @@ class GradientSum:
 
     def _compensate(self, piece: slice, part: Tensor) -> None:
         assert self._lost is not None
-        add = compensated_add_by_kernel if part.is_cuda else compensated_add
+        add = compensated_add_by_kernel if has_kernel(part) else compensated_add
         add(part, self._matrix[piece], self._lost[piece], False)
 
     def _pieces(self) -> list[slice]:

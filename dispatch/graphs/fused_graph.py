@@ -182,7 +182,8 @@ class Recording:
             self._tape.record(calls)
         if next(self._pending, None) is not None:
             raise AddressError("a step changed while it was recorded: it made fewer calls in the second pass")
-        spans = []
+        nothing = np.zeros(0, np.int64)
+        spans = [(nothing, nothing)]
         for launch in self.launches:
             for i, row in enumerate(launch.pointers):
                 index = np.asarray([moving_indices.get(address, -1) for address in row.tolist()], np.int64)

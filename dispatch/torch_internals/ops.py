@@ -98,6 +98,12 @@ def is_in_compiler() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
+@requires("torch._C._get_fp32_precision_getter", otherwise=lambda: torch.backends.cuda.matmul.fp32_precision)
+def matmul_precision() -> str:
+    """Return in which precision a GPU multiplies float32 matrices; torch's older getter may raise. Checked on 2.13."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")  # type: ignore[attr-defined, no-any-return]
+
+
 @requires("torch._guards.detect_fake_mode", otherwise=torch.compiler.is_exporting)
 def is_exporting() -> bool:
     """Return whether torch.export is at work, the reading of its arguments included. Checked on 2.11, 2.13."""

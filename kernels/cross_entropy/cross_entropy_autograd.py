@@ -21,7 +21,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, uses_kernels
 from subtensors.kernels.runtime.launcher import launching_on
 
 SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
@@ -203,7 +203,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
         >>> scale_(torch.ones(2), torch.tensor(3.0))
         tensor([3., 3.])
     """
-    if tensor.is_cuda and tensor.dtype != torch.float64:
+    if uses_kernels(tensor):
         scale_by_kernel(tensor, factor)
         return tensor
     return tensor.mul_(factor)

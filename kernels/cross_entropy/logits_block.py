@@ -21,6 +21,7 @@ from subtensors.kernels.cross_entropy.cross_entropy import (
     RowStatistics,
     Targets,
 )
+from subtensors.kernels.runtime.custom_ops import has_kernel
 from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on
 
 
@@ -269,7 +270,7 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     >>> uses_kernels(torch.ones(3))
     False
     """
-    return tensor.is_cuda and tensor.dtype != torch.float64 if kernels is None else kernels
+    return has_kernel(tensor, (torch.float16, torch.bfloat16, torch.float32)) if kernels is None else kernels
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

@@ -12,8 +12,8 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
 def has_kernel(x: Tensor, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES) -> bool:
-    """Return whether there is a kernel for this tensor; otherwise the reference runs."""
-    return x.is_cuda and x.dtype in dtypes
+    """Return whether there is a kernel for this tensor; otherwise the reference runs, as on a fake tensor."""
+    return x.is_cuda and x.dtype in dtypes and (type(x) is Tensor or x.untyped_storage().device.type != "meta")
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -32,7 +33,15 @@ from subtensors.bucketed.call_cache import CachedCall
 from subtensors.bucketed.calls.call_key import READ_IN_PLACE, callers_tensors
 from subtensors.bucketed.calls.call_spec import padded_leaves
 from subtensors.bucketed.calls.python_objects import ObjectSnapshot
-from subtensors.bucketed.compare_runs import Observed, first_difference, moved, observe, unit_in_the_last_place
+from subtensors.bucketed.compare_runs import (
+    NOISE_RUNS,
+    Observed,
+    first_difference,
+    full_float32,
+    moved,
+    observe,
+    unit_in_the_last_place,
+)
 from subtensors.bucketed.fallbacks import summarize_error
 from subtensors.bucketed.state.program_state import State
 from subtensors.bucketed.state.rollback import Snapshot
@@ -212,7 +221,8 @@ class Checker:
         bucket.checked_sizes.add(sizes)
         expected, has_result = Expected(), False
         try:
-            expected.result, has_result = bucket.call([_unpadded(x) for x in leaves]), True
+            with torch.autograd.set_multithreading_enabled(False):
+                expected.result, has_result = bucket.call([_unpadded(x) for x in leaves]), True
         except RuleError as error:  # what the program does can't be captured; the call itself will say so
             expected.not_checked = summarize_error(error)
         except Exception as error:
@@ -281,7 +291,12 @@ class Checker:
         direction: int,
         start: Snapshot,
     ) -> Observed | None:
-        """Run the plain program with parameters and arguments moved by a unit from the start; None if that raises."""
+        """Run the plain program with parameters and arguments moved by a unit from the start; None if that raises.
+
+        The last direction is none: there it runs without TF32.
+        """
+        is_last = direction == NOISE_RUNS - 1
+        unit = 0.0 if is_last else unit
         parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
         before = self.snapshot(bucket, leaves, parameters)
         start.restore()
@@ -291,7 +306,8 @@ class Checker:
                 for t in parameters:
                     if before.has_copy(t):
                         t.copy_(moved(t, unit, direction))
-            return self._observe(bucket.call(given), given, written, unit, direction)
+            with full_float32() if is_last else nullcontext(), torch.autograd.set_multithreading_enabled(False):
+                return self._observe(bucket.call(given), given, written, unit, direction)
         except Exception:  # such as an assertion of the program's; rounding then stays unmeasured
             return None
         finally:

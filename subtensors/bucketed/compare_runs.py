@@ -3,12 +3,13 @@
 Two right programs differ by rounding: sums over padded rows are added in another order. A few units in the last place
 of a tensor's largest value are always tolerated. Beyond that, what rounding may do to this program is measured: runs of
 the plain program whose parameters, arguments and cotangents are moved by up to a unit in the last place differ from it
-as much as rounding makes them.
+as much as rounding makes them, and so does one without TF32, which a kernel for another shape may use or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,8 +27,8 @@ TOLERATED_UNITS = 16
 NOISE_FACTOR = 8
 """The difference that is tolerated, as a multiple of that between runs that are moved by a unit."""
 
-NOISE_RUNS = 2
-"""The number of moved runs, if a difference might be rounding."""
+NOISE_RUNS = 3
+"""The number of runs that tell how far rounding may go, if a difference might be that: two moved, one without TF32."""
 
 RESULT, GRADIENT, WRITTEN = "result", "gradient of ", "written "
 
@@ -92,12 +93,25 @@ def moved(t: Tensor, unit: float, seed: int) -> Tensor:
 
 
 def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
-    """Return the coarsest precision that a program over these tensors computes in: of their dtypes, autocast, TF32."""
+    """Return the coarsest precision that a program over these tensors rounds to: of their dtypes, and autocast's."""
     dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype.is_floating_point}
     dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)}
-    unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
-    allows_tf32 = torch.backends.cudnn.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
-    return max(unit, 2.0**-10) if allows_tf32 and torch.cuda.is_available() else unit
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """A context in which products and convolutions of float32 round their operands nowhere, as TF32 does."""
+    cudnn = torch.backends.cudnn
+    backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+    before = [getattr(backend, "fp32_precision") for backend in backends]  # noqa: B009  # no stub has it
+    try:
+        for backend in backends:
+            setattr(backend, "fp32_precision", "ieee")  # noqa: B010
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            setattr(backend, "fp32_precision", precision)  # noqa: B010
 
 
 def first_difference(got: Observed, want: Observed, unit: float, moved_run: Callable[[int], Observed | None]) -> str:

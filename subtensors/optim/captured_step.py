@@ -129,6 +129,8 @@ class CapturedStep:
             if is_given
         }
         given = {name: getattr(optimizer, name) for name in self.buffers}
+        own = [*self.params, *self.state]
+        versions = [t._version for t in own]
         try:
             vars(optimizer).update(self.buffers)
             recording.record(partial(optimizer._updater.update_all, optimizer), gradients)
@@ -141,6 +143,11 @@ class CapturedStep:
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
+        if [t._version for t in own] != versions:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.update writes parameters or state by torch operations, which ran when the step was "
+                "captured: write them in functions made by st.fused alone, or leave is_replayable = False"
+            )
 
     def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""

@@ -211,7 +211,8 @@ class SizedPlainCalls(TorchFunctionMode):
     An int has no `__torch_function__`, so what a program makes of sizes alone would be plain tensors of the bucket's
     size. In this mode, which is on while a bucketed program runs, factories make PaddedTensors of the true sizes, views
     and slices of plain tensors end there, and arithmetic computes with them. Whatever has no rule gets the bucket's
-    number, as without the mode.
+    number, as without the mode. `torch.tensor(0.5, device="cuda")` is filled on the device, since no graph can copy it
+    from the host.
     """
 
     def __torch_function__(
@@ -219,6 +220,8 @@ class SizedPlainCalls(TorchFunctionMode):
     ) -> PyTree:
         """Run one call."""
         kwargs = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float, complex):
+            return torch.full((), args[0], **kwargs)  # the same value without a copy from the host
         if tree_has(PaddedSize, (args, kwargs)) and not any(issubclass(kind, PaddedTensor) for kind in types):
             try:
                 found = _at_true_sizes(func, args, {**kwargs})
@@ -286,7 +289,7 @@ def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
 
 def _number(size: PaddedSize, **kwargs: PyTree) -> Tensor:
     """Return a size as a tensor, with options of `torch.tensor`."""
-    like = torch.tensor(0, **kwargs)
+    like = torch.empty((), **{"dtype": torch.int64, **kwargs})  # torch.tensor copies from the host: no graph could
     return size.on_device().to(like.dtype, copy=True) if like.device.type == "cpu" else size.on_device().to(like)
 
 

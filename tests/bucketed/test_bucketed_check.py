@@ -64,6 +64,52 @@ def test_a_program_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
 
 
 @pytest.mark.usefixtures("captured")
+def test_an_error_of_a_thousandth_is_found_in_float32(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.sum(1) * (1 + x.shape[1] / 1000)
+
+    run = st.bucketed(program, DIMS)
+    x = rows(5, device, torch.float32)
+    torch.testing.assert_close(run(x), program(x))
+    assert any("its results differ" in reason for reason in run.stats().fallbacks)
+
+
+@pytest.mark.usefixtures("captured")
+def test_gradients_that_a_program_accumulates_are_added_once_by_a_checked_call(device: str) -> None:
+    factor = [1.0]
+
+    def program_of(w: Tensor) -> Callable[[Tensor], Tensor]:
+        def program(x: Tensor) -> Tensor:
+            loss = (x @ w).square().sum() * factor[0]
+            loss.backward()
+            return loss.detach()
+
+        return program
+
+    weights = [torch.ones(4, dtype=torch.float64, device=device).requires_grad_() for _ in range(2)]
+    run, plain = st.bucketed(program_of(weights[0]), DIMS, check=1), program_of(weights[1])
+    for i, n in enumerate((5, 6, 5, 13, 7, 6)):
+        if i == 4:
+            factor[0] = 2.0  # the check finds the replay stale, and undoes what it added
+        torch.testing.assert_close(run(rows(n, device)), plain(rows(n, device)))
+        torch.testing.assert_close(weights[0].grad, weights[1].grad)
+
+
+def test_a_precision_set_by_backend_is_no_error(device: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision  # type: ignore[attr-defined, union-attr]
+    run = st.bucketed(lambda x: x @ x.mT, DIMS)
+    x = rows(5, device, torch.float32)
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            matmul.fp32_precision = precision  # type: ignore[attr-defined, union-attr]
+            run(x)
+    finally:
+        matmul.fp32_precision = before  # type: ignore[attr-defined, union-attr]
+    assert [bucket.calls for bucket in run.stats().buckets] == [2, 1]
+
+
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("records", [False, True], ids=["without gradients", "with gradients"])
 def test_the_answer_of_a_bucket_that_cannot_be_captured_is_compared_too(records: bool, device: str) -> None:
     def signal(x: Tensor) -> Tensor:

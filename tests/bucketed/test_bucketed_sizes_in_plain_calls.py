@@ -13,8 +13,6 @@ import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
 
-POSITIONS = torch.arange(64.0)
-
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean by hand": lambda x: x.sum(1) / x.shape[1],
     "a sum of positions": lambda x: x.sum(1) + torch.arange(x.shape[1]).sum(),
@@ -26,7 +24,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a filled tensor": lambda x: x.sum(1) + torch.full((x.shape[1],), 0.5).sum(),
     "a size as a keyword": lambda x: x.sum(1) + torch.ones(size=(x.shape[1], 2)).sum(),
     "a size as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape[1]).rsqrt(),
-    "a slice of a plain tensor": lambda x: x.sum(1) + POSITIONS[: x.shape[1]].sum(),
+    "a number as a tensor": lambda x: x.sum(1) * torch.tensor(0.5) + torch.tensor(2) * torch.tensor(True),
+    "a slice of a plain tensor": lambda x: x.sum(1) + torch.arange(64.0, device=x.device)[: x.shape[1]].sum(),
     "an expanded plain tensor": lambda x: x.sum(1) + torch.ones(1, 1).expand(3, x.shape[1]).sum(),
 }
 

@@ -196,7 +196,9 @@ def test_a_large_head_is_as_exact_as_torch_on_a_gpu(
     targets = torch.randint(20011, (1, 1000), generator=generator, device="cuda")
     results: list[list[Tensor]] = []
     for kind in ("truth", "plain", "mine"):
-        hidden, weight = (x.to(dtype).to(torch.float64 if kind == "truth" else dtype).requires_grad_() for x in leaves)
+        hidden, weight = (
+            x.to(dtype).to(torch.float64 if kind == "truth" else dtype, copy=True).requires_grad_() for x in leaves
+        )
         if kind == "mine":
             options = StatisticsOptions(entropy=True)
             found = linear_row_statistics(hidden, weight, None, targets, options=options, columns=columns)

@@ -101,7 +101,8 @@ def alone(smoothing: float) -> tuple[Any, Tensor, float]:
             with order:
                 trainers[-1].train()
             errors.append(float((flat(weights(trainers[-1])) - truth).norm()))
-    return trainers[0], truth, 1.5 * max(errors) + torch.finfo(torch.float32).eps * float(truth.norm())
+    # Adam divides by the size of a gradient, so where that is nearly zero its rounding decides the step.
+    return trainers[0], truth, 3 * max(errors) + torch.finfo(torch.float32).eps * float(truth.norm())
 
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -194,7 +195,9 @@ def with_optimizer(folder: Path) -> Any:
 
 
 def compiling(folder: Path) -> Any:
-    return trainer_in(folder, torch_compile=True)
+    trainer = trainer_in(folder)
+    trainer.args.torch_compile = True  # as an argument it sets a backend's flags, which torch's test utilities lock
+    return trainer
 
 
 REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {

@@ -128,23 +128,46 @@ def test_a_changed_value_reaches_the_captured_step(reader: Any, packed: bool, de
     assert list(capture.reasons) == ["a value changed that update reads besides its arguments"]
 
 
+@st.fused
+def step_back(p: Tensor, g: Tensor) -> None:
+    p.sub_(FACTOR * g)
+
+
 @pytest.mark.gpu
 def test_a_changed_value_reaches_the_captured_step_of_a_matrix_optimizer() -> None:
     class Own(st.optim.MatrixOptimizer):
         is_replayable = True
 
         def update(self, p: Any, g: Any, *, lr: float) -> None:
-            p.sub_(FACTOR * g)
+            step_back(p, FACTOR * g)
 
     p = nn.Parameter(torch.zeros(2, 2, device="cuda"))
-    optimizer = Own([p], {"lr": 0.5}, graph=True)
+    optimizer = Own([p], {"lr": 0.5})
+    capture = optimizer.capture()
     p.grad = torch.ones_like(p)
     expected = 0.0
     try:
         for factor in (1.0, 1.0, 3.0, 3.0):
             set_global(factor)
             optimizer.step()
-            expected -= factor
+            expected -= factor * factor
             assert p[0, 0].item() == expected
     finally:
         set_global(1.0)
+    assert capture.stats() == {"recordings": 2, "replays": 4, "eager_steps": 0}
+
+
+@pytest.mark.gpu
+def test_a_matrix_optimizer_that_writes_outside_of_fused_functions_is_not_captured() -> None:
+    class Own(st.optim.MatrixOptimizer):
+        is_replayable = True
+
+        def update(self, p: Any, g: Any, *, lr: float) -> None:
+            p.sub_(g)
+
+    p = nn.Parameter(torch.zeros(2, 2, device="cuda"))
+    optimizer = Own([p], {"lr": 0.5})
+    optimizer.capture()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="Own.update writes parameters or state by torch operations"):
+        optimizer.step()

@@ -109,7 +109,7 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
 
     def new(graph_cache: Any, requires_grad: bool, *arguments: Any) -> Any:
         bucket: Any = plain(graph_cache, requires_grad, *arguments)
-        if trained or not requires_grad:
+        if bucket.device.type == "cpu" and (trained or not requires_grad):
             if bucket.device not in graph_cache.pools:
                 pools.append(PretendPool(watches))
                 graph_cache.pools[bucket.device] = pools[-1]

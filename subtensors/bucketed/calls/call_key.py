@@ -36,7 +36,7 @@ READ_IN_PLACE = (torch.nn.Parameter, StaticAddressTensor)
 
 SETTINGS = (
     torch.get_default_dtype, ops.default_device, torch.are_deterministic_algorithms_enabled,
-    torch.get_float32_matmul_precision,
+    ops.matmul_precision,
     torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.math_sdp_enabled,
 )  # fmt: skip

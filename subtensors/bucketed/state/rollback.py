@@ -115,7 +115,8 @@ def restore_all(state: State, extra: Iterable[Tensor], devices: Iterable[torch.d
     """
     before = Snapshot(state, devices, state.buffers(), [*extra, *state.tensors()])
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         before.restore()
 
@@ -131,7 +132,8 @@ def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.devic
     """
     before = Snapshot(state, [device], [], extra)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     except BaseException:
         before.restore()
         raise
@@ -140,7 +142,9 @@ def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.devic
 class Snapshot:
     """A snapshot of what a program may write to: tensors, gradients, optimizer state, random generators.
 
-    The largest tensors, such as weights and key-value caches, are left out if their copies exceed `ROLLBACK_BYTES`.
+    A backward in between is to run on this thread (`torch.autograd.set_multithreading_enabled(False)`): gradients that
+    other threads accumulate are theirs. The largest tensors, such as weights and key-value caches, are left out if
+    their copies exceed `ROLLBACK_BYTES`.
 
     Args:
         state: the state of the program.
@@ -163,8 +167,8 @@ class Snapshot:
         self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         self._gradients = [(t, t.grad) for t in leaves]
-        # What a program without an optimizer did to gradients is told from what other threads do to them meanwhile.
-        self._accumulated = None if state.optimizers.found else _accumulated_here(self, leaves)
+        # What other threads do to gradients meanwhile is not undone, unless an optimizer has read them.
+        self._others = set[int]() if state.optimizers.found else _accumulated_elsewhere(self, leaves)
         gradients = [g for _, g in self._gradients if g is not None]
         found = {
             id(t): t
@@ -204,10 +208,10 @@ class Snapshot:
         self._state.optimizers.restore(self._optimizers)
         others = set[int]()
         for t, gradient in self._gradients:
-            if self._accumulated is None or id(t) in self._accumulated:
-                t.grad = gradient
-            else:
+            if id(t) in self._others:
                 others.add(id(gradient))
+            else:
+                t.grad = gradient
         with autograd.without_version_bumps(self._values.tensors):
             self._values.restore(others)
         self._rng.restore()
@@ -240,12 +244,12 @@ class _Values:
                 t.copy_(values)
 
 
-def _accumulated_here(owner: object, leaves: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves, as they come, that this thread accumulates gradients of while `owner` lives."""
+def _accumulated_elsewhere(owner: object, leaves: Iterable[Tensor]) -> set[int]:
+    """Return the ids of the leaves, as they come, that other threads accumulate gradients of while `owner` lives."""
     found, thread = set[int](), threading.get_ident()
 
     def note(leaf: Tensor) -> None:
-        if threading.get_ident() == thread:
+        if threading.get_ident() != thread:
             found.add(id(leaf))
 
     hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]

@@ -44,7 +44,9 @@ def acts_as_its_map_says(call: Call) -> str | None:
         tested = True
         positions = torch.randint(max(sizes), (max(sizes),))
         chosen = results_of(choose(call, label, positions, tensors, found))
-        wanted = [t.index_select(found.of_result(i).index(label), positions) for i, t in enumerate(outputs)]
+        wanted = [
+            t.index_select(found.of_result(i).index(label), positions.to(t.device)) for i, t in enumerate(outputs)
+        ]
         if not all_close(chosen, wanted):
             return f"a choice of positions along {label} gives other values"
     why = moves_nothing_new(found, tensors, outputs)
@@ -76,7 +78,7 @@ def choose(call: Call, label: Any, positions: torch.Tensor, tensors: list[torch.
         labels: Labels = labels_by_id[id(t)]
         for d, own in enumerate(labels):
             if own == label and (t.shape[d] > 1 or positions.numel() == 1):
-                t = t.index_select(d, positions)
+                t = t.index_select(d, positions.to(t.device))
         return t
 
     return call.with_tensors(change)
