@@ -169,5 +169,5 @@ def test_a_matrix_optimizer_that_writes_outside_of_fused_functions_is_not_captur
     optimizer = Own([p], {"lr": 0.5})
     optimizer.capture()
     p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match="Own.update writes parameters or state by torch operations"):
+    with pytest.raises(RuntimeError, match=r"Own\.update writes parameters or state by torch operations"):
         optimizer.step()
