@@ -189,7 +189,7 @@ class Checker:
             result = answer()
             bucket.statistics.hits -= not (is_replay or bucket.no_graph_reason)
             return result, CheckReport(sizes)
-        lines = padded_size_lines(lambda: bucket.call(padded_leaves(leaves, spec, bucket.device)))
+        lines = padded_size_lines(lambda: _call_here(bucket, padded_leaves(leaves, spec, bucket.device)))
         before.restore()
         bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
         bucket.drop()
@@ -221,8 +221,7 @@ class Checker:
         bucket.checked_sizes.add(sizes)
         expected, has_result = Expected(), False
         try:
-            with torch.autograd.set_multithreading_enabled(False):
-                expected.result, has_result = bucket.call([_unpadded(x) for x in leaves]), True
+            expected.result, has_result = _call_here(bucket, [_unpadded(x) for x in leaves]), True
         except RuleError as error:  # what the program does can't be captured; the call itself will say so
             expected.not_checked = summarize_error(error)
         except Exception as error:
@@ -306,12 +305,18 @@ class Checker:
                 for t in parameters:
                     if before.has_copy(t):
                         t.copy_(moved(t, unit, direction))
-            with full_float32() if is_last else nullcontext(), torch.autograd.set_multithreading_enabled(False):
-                return self._observe(bucket.call(given), given, written, unit, direction)
+            with full_float32() if is_last else nullcontext():
+                return self._observe(_call_here(bucket, given), given, written, unit, direction)
         except Exception:  # such as an assertion of the program's; rounding then stays unmeasured
             return None
         finally:
             before.restore()
+
+
+def _call_here(bucket: Bucket, leaves: Sequence[PyTree]) -> PyTree:
+    """Call the program; a backward of its own runs on this thread, as `Snapshot` needs it."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return bucket.call(leaves)
 
 
 def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -113,6 +113,7 @@ def test_the_installed_wheel_imports_from_another_folder(wheel: Path, tmp_path: 
 def test_a_type_checker_sees_an_editable_install_from_another_folder_and_nothing_beside_it(
     tree: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip("mypy")
     python, _ = new_environment(tmp_path / "environment")
     install(python, "--editable", tree, cwd=tmp_path)
     found = run(python, "-I", "-c", "import sys; print(*[p for p in sys.path if 'tree' in p])", cwd=tmp_path).split()

@@ -70,11 +70,10 @@ def test_killed_at_random_points_it_ends_as_if_it_had_not_been(tmp_path: Path, k
     steps, path = 10 * kills, tmp_path / "killed.pt"
     expected = train(tmp_path / "whole.pt", steps, "cpu", captured)
 
-    # A fork of this process, which has loaded everything.
+    # A fork of this process, which has loaded everything; CUDA does not survive a fork.
     def start() -> Process:
-        process: Process = multiprocessing.get_context("fork").Process(
-            target=train, args=(path, steps, "cpu", captured)
-        )
+        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+        process: Process = context.Process(target=train, args=(path, steps, "cpu", captured))
         process.start()
         return process
 
