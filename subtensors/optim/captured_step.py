@@ -145,8 +145,8 @@ class CapturedStep:
             vars(optimizer).update(given)
         if [t._version for t in own] != versions:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.update writes parameters or state by torch operations, which ran "
-                "when the step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
+                f"{type(optimizer).__name__}.update writes parameters or state by torch operations, which ran when the "
+                "step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
             )
 
     def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
