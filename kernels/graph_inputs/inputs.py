@@ -46,6 +46,9 @@ class InputLoader:
         dims: for each dim of each target, the index of its true size; -1 for a dim without padding.
         true_sizes: (number of sizes,) int64 on the same device, written by each call.
 
+    Raises:
+        ValueError: a target is not contiguous.
+
     Example:
         >>> target, sizes = torch.ones(2, 4), torch.zeros(1, dtype=torch.int64)
         >>> InputLoader([target], [[-1, 0]], sizes)([torch.full((2, 3), 5.0)], (3,))
@@ -55,6 +58,8 @@ class InputLoader:
     """
 
     def __init__(self, targets: Sequence[Tensor], dims: Sequence[Sequence[int]], true_sizes: Tensor) -> None:
+        if not all(t.is_contiguous() for t in targets):
+            raise ValueError("static inputs are contiguous")
         self.targets, self.true_sizes = list(targets), true_sizes
         self.kernel = LoadKernel(targets, dims, true_sizes) if true_sizes.is_cuda else None
         self._is_ready = False

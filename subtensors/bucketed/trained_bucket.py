@@ -287,7 +287,7 @@ class TrainedBucket(Bucket):
         roots = [outputs.leaves[i].value for i in self.roots_at]
         # Without a CUDA graph, an unpadded result may change its size from call to call.
         if [t.shape for t in roots] != [t.shape for t in self.root_gradients]:
-            self.root_gradients = [torch.zeros_like(t) for t in roots]
+            self.root_gradients = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in roots]
             self._root_loads = {}
 
     def _run_backward(self) -> list[Tensor | None]:

@@ -361,3 +361,21 @@ def test_a_call_in_a_checkpoint_is_a_replay_if_its_bucket_is_captured(device: st
     # That a forward is replayed again for a checkpoint is no call's.
     assert (stats.hits, [b.sizes["seq"] for b in stats.buckets]) == (3, [24])
     assert ["checkpoint" in why for why in stats.fallbacks] == [True]
+
+
+@pytest.mark.parametrize("name", ["transposed", "strided", "expanded"])
+def test_the_gradient_of_a_result_that_is_not_contiguous_arrives_at_its_places(name: str, device: str) -> None:
+    program = {
+        "transposed": lambda x: (x * 2).mT + x.mT,
+        "strided": lambda x: (x * 2)[..., ::2],
+        "expanded": lambda x: (x * 2).sum(-1, keepdim=True).expand(-1, -1, 4),
+    }[name]
+    run = st.bucketed(program, {0: {1: SEQ}})
+    for n in (5, 6, 7, 5, 20, 18):
+        x = torch.randn(2, n, 4, dtype=torch.float64, device=device, requires_grad=True)
+        found, expected = (torch.autograd.grad(f(x).pow(3).sum(), x)[0] for f in (run, program))
+        torch.testing.assert_close(found, expected)
+        for bucket in run.captured_buckets():
+            for load in bucket._root_loads.values():  # the kernel, from now on, as soon as it is compiled
+                assert load.kernel is None or load.kernel._compiled.result()
+    assert not run.stats().fallbacks

@@ -74,6 +74,11 @@ def test_conjugates_and_negatives_are_loaded_as_resolved_values(device: str) -> 
         assert target.tolist() == [*source.tolist(), *[0] * (4 - len(source))]
 
 
+def test_a_static_input_that_is_not_contiguous_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="static inputs are contiguous"):
+        InputLoader([torch.zeros(2, 3, device=device).t()], [[-1, -1]], torch.zeros(1, dtype=torch.int64, device=device))
+
+
 @pytest.mark.gpu
 def test_one_compiled_kernel_serves_every_bucket() -> None:
     from subtensors.kernels.graph_inputs import inputs
