@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 os.environ.setdefault("TRITON_INTERPRET", "0")
 
@@ -38,14 +38,20 @@ class Soak:
         seed: of shapes, dtypes, programs and their order.
         variety: how many jobs of each kind.
         after_round: called after each round: to leak something, in a test.
+        kinds: the names of the kinds of jobs; none: all.
     """
 
     def __init__(
-        self, device: str, seed: int = 0, variety: int = 8, after_round: Callable[[], object] | None = None
+        self,
+        device: str,
+        seed: int = 0,
+        variety: int = 8,
+        after_round: Callable[[], object] | None = None,
+        kinds: Collection[str] = (),
     ) -> None:
         torch.manual_seed(seed)
         self.device, self.rounds = device, 0
-        self.jobs: list[Job] = jobs(seed, device, variety)
+        self.jobs: list[Job] = jobs(seed, device, variety, kinds)
         self.gauges: list[Gauge] = gauges(device, self._pool_bytes)
         self._order = random.Random(seed)
         self._after_round = after_round
@@ -121,6 +127,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10, help="seconds between two lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variety", type=int, default=8, help="jobs of each kind")
+    parser.add_argument("--kinds", nargs="*", default=(), help="only these jobs, to find which one makes memory grow")
     parser.add_argument("--leak", action="store_true", help="keep a tensor a round, to see that it is noticed")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -130,7 +137,7 @@ def main() -> None:
     kept: list[torch.Tensor] = []
     leak = (lambda: kept.append(torch.ones(1000))) if options.leak else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    soak = Soak(device, options.seed, options.variety, leak)
+    soak = Soak(device, options.seed, options.variety, leak, options.kinds)
     if wrong := soak.run(60 * options.minutes, options.every):
         raise SystemExit(wrong)
     print(f"{soak.rounds} rounds on {device}, no wrong value, no growth")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -226,13 +226,19 @@ def optimizers(draw: random.Random, device: str) -> Job:
 KINDS: tuple[Callable[[random.Random, str], Job], ...] = (padded, lists, chunked, static, bucketed, optimizers)
 
 
-def jobs(seed: int, device: str, variety: int) -> list[Job]:
-    """Draw jobs of every kind.
+def jobs(seed: int, device: str, variety: int, kinds: Collection[str] = ()) -> list[Job]:
+    """Draw jobs of every kind, or of some.
 
     Args:
         seed: of the draw.
         device: where they run.
         variety: how many of each kind.
+        kinds: names of kinds; none: all.
+
+    Raises:
+        ValueError: a name is that of no kind.
     """
-    draw = random.Random(seed)
-    return [kind(draw, device) for _ in range(variety) for kind in KINDS]
+    draw, known = random.Random(seed), {kind.__name__: kind for kind in KINDS}
+    if unknown := [*set(kinds) - set(known)]:
+        raise ValueError(f"kinds are {', '.join(known)}; got {', '.join(unknown)}")
+    return [known[name](draw, device) for _ in range(variety) for name in known if not kinds or name in kinds]

@@ -26,6 +26,14 @@ def test_a_longer_soak_finds_no_growth_and_no_wrong_value(device: str, seed: int
     assert Soak(device, seed, variety=4).run(20.0) == ""
 
 
+def test_one_kind_of_job_can_be_soaked_alone() -> None:
+    soak = Soak("cpu", variety=1, kinds=["lists"])
+    assert len(soak.jobs) == 1
+    assert soak.run(0.5, show=list) == ""
+    with pytest.raises(ValueError, match="kinds are padded, lists, .*; got list"):
+        Soak("cpu", kinds=["list"])
+
+
 def test_a_leaked_tensor_a_round_is_found() -> None:
     kept: list[torch.Tensor] = []
     soak = Soak("cpu", variety=1, after_round=lambda: kept.extend(torch.ones(9) for _ in range(5)))
