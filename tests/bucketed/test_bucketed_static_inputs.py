@@ -75,8 +75,9 @@ def test_conjugates_and_negatives_are_loaded_as_resolved_values(device: str) -> 
 
 
 def test_a_static_input_that_is_not_contiguous_is_refused(device: str) -> None:
+    target, sizes = torch.zeros(2, 3, device=device).t(), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="static inputs are contiguous"):
-        InputLoader([torch.zeros(2, 3, device=device).t()], [[-1, -1]], torch.zeros(1, dtype=torch.int64, device=device))
+        InputLoader([target], [[-1, -1]], sizes)
 
 
 @pytest.mark.gpu

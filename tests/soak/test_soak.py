@@ -30,7 +30,7 @@ def test_one_kind_of_job_can_be_soaked_alone() -> None:
     soak = Soak("cpu", variety=1, kinds=["lists"])
     assert len(soak.jobs) == 1
     assert soak.run(0.5, show=list) == ""
-    with pytest.raises(ValueError, match="kinds are padded, lists, .*; got list"):
+    with pytest.raises(ValueError, match=r"kinds are padded, lists, .*; got list"):
         Soak("cpu", kinds=["list"])
 
 
