@@ -35,7 +35,6 @@ from subtensors.dispatch.fused.executors import (
     ExecutionPlan,
     Executor,
     Leaves,
-    TorchExecutor,
     select_rows,
 )
 from subtensors.dispatch.fused.read_values import ReadValues
@@ -47,6 +46,7 @@ from subtensors.dispatch.fused.tensor_columns import (
     TensorColumn,
     unique_tensors,
 )
+from subtensors.dispatch.fused.torch_executor import TorchExecutor
 from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
@@ -351,9 +351,9 @@ class FusedFunction:
         if any(key.parameters[parameter].expanded for parameter in traced.program.stores):
             return fallback  # torch's own ops refuse that, each with its reason
         if traced.unlowered:
-            return TorchExecutor(traced, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
+            return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not key.triton:
-            return TorchExecutor(traced, fallback, "")
+            return TorchExecutor(traced, columns, fallback, "")
         # By text too: Python finds 0.0 and -0.0 equal.
         kernel_key = (traced.program, str(traced.program), key.device)
         kernels = self._kernels.get(kernel_key)
