@@ -35,6 +35,9 @@ COMMON: dict[str, Range] = {
 }
 """The ranges of hyperparameters that many optimizers have; of several numbers, each is in it."""
 
+COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
+"""The classes here that torch.optim has, too, by torch's."""
+
 Values = dict[str, Any]
 """Hyperparameters by name."""
 
@@ -57,6 +60,10 @@ class Accepted:
 
     def __init__(self, peer: type[torch.optim.Optimizer] | None = None, **ranges: Range) -> None:
         self.peer, self.ranges = peer, ranges if peer else COMMON | ranges
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self.peer is not None:
+            COUNTERPARTS[self.peer] = owner
 
     def complete(self, values: Values) -> Values:
         """Return these values, and torch's defaults for those that are missing.

@@ -106,15 +106,6 @@ def low_bit_dtype(entry: str, p: Tensor, group: ParamGroup, low_bit: Mapping[str
     return torch.bfloat16
 
 
-def low_bit_dtypes(
-    entries: tuple[str, ...], p: Tensor, group: ParamGroup, low_bit: Mapping[str, bool]
-) -> tuple[torch.dtype | None, ...]:
-    """The `low_bit_dtype` of each of these entries."""
-    if group.get("state_dtype") is None:
-        return (None,) * len(entries)
-    return tuple([low_bit_dtype(entry, p, group, low_bit) for entry in entries])
-
-
 def convert_entry(state: Entry, name: str, dtype: torch.dtype | None) -> None:
     """Convert an entry of a parameter's state to its `low_bit_dtype`, or back from one."""
     is_quantized = name + SCALES in state

@@ -194,15 +194,16 @@ class StateFactory:
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""
-        initializers = self.declaration.initializers
-        if name == "step" and name not in initializers:
-            return init_steps(params)
-        is_copy = name in (MASTER, AVERAGE)
-        init_together = _INIT_TOGETHER.get(torch.clone if is_copy else initializers[name])
-        if init_together is None or not (is_copy or not self.declaration.has_init_hook):
+        initializer = self.declaration.initializers.get(name)
+        if name == "step" and initializer is None:
+            count = torch.empty((), dtype=torch.float32, device=params[0].device)
+            return init_together([count] * len(params), count.dtype, are_copies=False)
+        is_known = initializer in (torch.zeros_like, torch.clone) and not self.declaration.has_init_hook
+        if not is_known and name not in (MASTER, AVERAGE):
             return [self.initial_value(p, name, has_master, group) for p in params]
         dtype = params[0].dtype
-        return init_together(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
+        dtype = torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype
+        return init_together(params, dtype, are_copies=initializer is not torch.zeros_like)
 
     def _place(self, entry: Tensor) -> Tensor:
         """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
@@ -240,38 +241,14 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
         torch.cuda.empty_cache()
 
 
-def init_steps(params: Sequence[Tensor]) -> list[Tensor]:
-    """A 0-d float32 zero for each parameter, all on one device."""
-    first = torch.empty((), dtype=torch.float32, device=params[0].device)
-    made = [torch.empty_like(first) for _ in params]
-    torch._foreach_zero_(made)
-    return made
-
-
-def init_zeros(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of each parameter's size and strides.
-
-    Args:
-        params: parameters of one device and dtype.
-        dtype: the dtype of the zeros.
-    """
+def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:
+    """A tensor of each parameter's size and strides, zero or a copy; the parameters share a device and dtype."""
     made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_zero_(made)
+    if are_copies:
+        torch._foreach_copy_(made, [p.detach() for p in params])
+    else:
+        torch._foreach_zero_(made)
     return made
-
-
-def init_copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A copy of each parameter; arguments as in `init_zeros`."""
-    made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_copy_(made, [p.detach() for p in params])
-    return made
-
-
-_INIT_TOGETHER: dict[Initializer, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
-    torch.zeros_like: init_zeros,
-    torch.clone: init_copies,
-}
-"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""
 
 
 @contextmanager

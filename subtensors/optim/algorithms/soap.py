@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -140,7 +139,7 @@ class SOAP(MatrixOptimizer):
                 g_rotated, m_rotated = _rotate([own, average], basis, sides)
                 v = as_matrices(squares) if sides else squares
                 direction: Any = _adam(g_rotated, m_rotated, v, betas[1], eps, factor)
-                (direction,) = _rotate_back([direction], basis, sides)
+                (direction,) = _rotate([direction], basis, sides, is_back=True)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
                 # The sum has no name, so that it is freed after the call: it is as large as the state.
@@ -212,21 +211,10 @@ def power_iteration(moment: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(image)[0], order
 
 
-def _rotate(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L^T x Q_R of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q.mT @ x if side == "left" else x @ q)
-
-
-def _rotate_back(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L x Q_R^T of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q @ x if side == "left" else x @ q.mT)
-
-
-Product = Callable[[Tensor, Tensor, str], Tensor]
-"""A product of stacks of matrices with those of one side."""
-
-
-def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str], product: Product) -> list[TensorList]:
+def _rotate(
+    lists: list[TensorList], bases: list[TensorList], sides: list[str], is_back: bool = False
+) -> list[TensorList]:
+    """Q_L^T x Q_R of each list; back, Q_L x Q_R^T."""
     if not sides:
         return lists
 
@@ -234,7 +222,8 @@ def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str]
         results = []
         for x in stacks[: len(lists)]:
             for q, side in zip(stacks[len(lists) :], sides, strict=True):
-                x = product(x, q, side)
+                q = q if is_back else q.mT
+                x = q @ x if side == "left" else x @ q.mT
             results.append(x)
         return tuple(results)
 
