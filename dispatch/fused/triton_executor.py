@@ -27,7 +27,7 @@ from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
-from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, bits
 from subtensors.kernels.fused.program import Parameter, Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
@@ -127,22 +127,14 @@ class TritonExecutor(Executor):
             if step.name in ("amax", "amin"):
                 raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Launch the kernels, after or with the prelude."""
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+        """Launch the kernels."""
         if self.is_on_current_device():
-            return self._run(columns, numbers, addresses, prelude)
+            return self._run(columns, numbers, addresses)
         with torch.cuda.device(self.device):
-            return self._run(columns, numbers, addresses, prelude)
+            return self._run(columns, numbers, addresses)
 
-    def _run(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
+    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
         check_resident(columns)
         if (recording := current_recording()) is not None:
             return self._record(recording, columns, numbers)
@@ -156,10 +148,8 @@ class TritonExecutor(Executor):
         is_capturing = self.is_capturing()
         table = self._pointer_table(columns, addresses, is_capturing)
         if table.overlaps:
-            if prelude is not None:
-                prelude.launch()
             return self.fallback.run(originals if self.copies else columns, numbers)
-        arenas = self.launch(table, columns, numbers, is_capturing, prelude)
+        arenas = self.launch(table, columns, numbers, is_capturing)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -170,18 +160,9 @@ class TritonExecutor(Executor):
         return self._results(columns, arenas)
 
     def launch(
-        self,
-        table: PointerTable,
-        columns: Columns,
-        numbers: Sequence[float],
-        is_capturing: bool,
-        prelude: Prelude | None = None,
+        self, table: PointerTable, columns: Columns, numbers: Sequence[float], is_capturing: bool
     ) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
-
-        Returns:
-            The memory of the outputs.
-        """
+        """Run the kernels on a pointer table, which is that of these columns; return the memory of the outputs."""
         stream = current_stream(self.device)
         if not is_capturing:
             self.stream = stream
@@ -193,7 +174,7 @@ class TritonExecutor(Executor):
             scalars = self._scalars(table, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -224,10 +205,6 @@ class TritonExecutor(Executor):
     def new_arenas(self) -> list[Tensor]:
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
-
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """Return None: no other launch follows in this one."""
-        return None
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:
