@@ -108,12 +108,7 @@ class FusedCall:
         """Everything that decides how the math is traced: the static values and the modes of torch."""
 
     def with_list(self, position: int, tensors: TensorColumn) -> FusedCall:
-        """The same call with another list, in the current modes of torch.
-
-        Args:
-            position: the leaf that the list replaces.
-            tensors: as many as there were.
-        """
+        """The same call with another list, in the current modes of torch."""
         call = object.__new__(FusedCall)
         call.signature, call.count, call.statics = self.signature, self.count, self.statics
         call.launches = self.launches
@@ -135,9 +130,6 @@ class FusedCall:
 
     def columns(self, name: str) -> Columns:
         """One list of tensors an argument, all of one length.
-
-        Args:
-            name: the function's, for errors.
 
         Raises:
             TypeError: there is no tensor among the arguments.

@@ -181,10 +181,6 @@ def expression_of(number: SymbolicScalar) -> str:
 def compile_expression(expression: str, count: int) -> Evaluator:
     """A function from the values of a call's numbers to the value of an expression of them.
 
-    Args:
-        expression: the text.
-        count: how many numbers a call has.
-
     Example:
         >>> compile_expression("(x0 * 0)", 1)([float("inf")])
         nan

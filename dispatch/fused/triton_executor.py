@@ -28,7 +28,7 @@ from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, bits
-from subtensors.kernels.fused.program import Parameter, Shape
+from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.launcher import current_stream
@@ -99,11 +99,16 @@ class TritonExecutor(Executor):
         matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
         self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices, exchange)
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
-        self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
+        host_kinds = [float if self.parameters[i].dtype.is_floating_point else int for i in self.hosts]
+        self.kinds = [*trace.program.scalars, *host_kinds]
         stored = trace.program.stores
         self.scalars = trace.scalars
         self.is_seeded = kernels.is_seeded
-        self.stores = {i: _bytes_written(self.parameters[i]) for i in stored}
+        written = [self.parameters[i] for i in stored]
+        self.stores = {
+            i: p.dtype.itemsize * (1 if p.shape is Shape.PER_ELEMENT else -1)
+            for i, p in zip(stored, written, strict=True)
+        }
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
@@ -118,14 +123,10 @@ class TritonExecutor(Executor):
         """The stream of the last eager call."""
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
         self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._refuse_empty_extremes()
-
-    def _refuse_empty_extremes(self) -> None:
-        if (self.grid.sizes > 0).all() or self.grid.exchange is not None:
-            return  # of a part without elements, another process has the other elements
-        for step in self.trace.program.instructions:
-            if step.name in ("amax", "amin"):
-                raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
+        # Of a part without elements, another process has the other elements.
+        extremes = [step.name for step in trace.program.instructions if step.name in ("amax", "amin")]
+        if extremes and exchange is None and not (self.grid.sizes > 0).all():
+            raise RuntimeError(f"{extremes[0]} of an empty tensor: a maximum needs at least one element")
 
     def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
         """Launch the kernels."""
@@ -228,7 +229,8 @@ class TritonExecutor(Executor):
 
     def _pointer_table(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
         """The pointer table of these columns: an earlier one where no address has changed, else a new one."""
-        addresses = list(map(_known_addresses, known, columns)) if known else list(map(addresses_of, columns))
+        given = known or [None] * len(columns)
+        addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
         for host in self.hosts:
             addresses[host] = []
         for position, pointer_table in enumerate(self.tables):
@@ -300,15 +302,3 @@ class TritonExecutor(Executor):
             over = "elements" if kernel.segment.shape is Shape.PER_ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {over}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
-
-
-def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
-    return float if dtype.is_floating_point else int
-
-
-def _bytes_written(parameter: Parameter) -> int:
-    return parameter.dtype.itemsize * (1 if parameter.shape is Shape.PER_ELEMENT else -1)
-
-
-def _known_addresses(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
-    return addresses_of(column) if known is None else known

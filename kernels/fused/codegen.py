@@ -29,17 +29,7 @@ class Kernel:
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
-    """The Triton kernel of one segment.
-
-    Args:
-        program: the program the segment is cut from.
-        segment: the segment to run.
-        name: the kernel's name in profiles.
-        block: elements a tile, or tensors a program of a tensor segment.
-
-    Returns:
-        The kernel; its source can be read in tracebacks and with `st.explain`.
-    """
+    """The Triton kernel of one segment."""
     writer = TileWriter if segment.shape is Shape.PER_ELEMENT else LaneWriter
     source = renumbered(writer(program, segment, name).source())
     has_codes = any(program.parameters[p].shape is Shape.PER_BLOCK for p in segment.memory.values())

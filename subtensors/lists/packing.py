@@ -108,10 +108,6 @@ class PackedLayout:
 class ElementAddresses:
     """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
 
-    Args:
-        layout: of the elements in the flats.
-        flats: of the list.
-
     Example:
         >>> import optree
         >>> t = [torch.ones(2), torch.zeros(3)]
@@ -150,13 +146,6 @@ class ElementAddresses:
 
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
     """Move the tensors into one new flat per device and dtype; each becomes a view of its place there.
-
-    Args:
-        tensors: strided tensors; the same tensor may occur several times.
-        treespec: their structure.
-
-    Returns:
-        The flats and the layout.
 
     Raises:
         ValueError: two elements overlap in memory without being the same, or one is not a strided torch tensor.

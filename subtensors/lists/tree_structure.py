@@ -69,10 +69,6 @@ def check_elements(tensors: object, count: int, list_type: type[torch.Tensor]) -
 def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
     """Return a pytree's tensors in order and its structure.
 
-    Args:
-        tree: a pytree of tensors.
-        list_type: TensorList, a type that no leaf may have.
-
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
         ValueError: a container holds itself.

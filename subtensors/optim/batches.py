@@ -152,14 +152,7 @@ def _has_plain_gradient(p: Tensor) -> bool:
 
 
 class GroupBatches:
-    """The batches of one parameter group, and the facts that they depend on.
-
-    Args:
-        group: the group.
-        without_gradient: the positions of the parameters without a gradient.
-        entries: the state entries that the group needs.
-        batches: the batches.
-    """
+    """The batches of one parameter group, and the facts that they depend on."""
 
     def __init__(
         self, group: dict[str, Any], without_gradient: list[int], entries: tuple[str, ...], batches: list[Batch]
@@ -177,12 +170,7 @@ class GroupBatches:
         return len(group) == len(self._values) and all(map(is_, group.values(), self._values))
 
     def accept(self, group: ParamGroup, entries: tuple[str, ...]) -> bool:
-        """Return whether the group still has the state of these batches, and remember its values if it does.
-
-        Args:
-            group: the group as it is now.
-            entries: the state entries that it now needs.
-        """
+        """Return whether the group still has the state of these batches, and remember its values if it does."""
         if entries != self.entries or _storage_options(group) != self._storage:
             return False
         # The same object is the same value only if it is immutable.
@@ -222,14 +210,7 @@ def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> TensorColumn:
 
 
 def column_of(states: Sequence[Entry], entry: str, dtype: torch.dtype | None, sees_shards: bool) -> StateColumn:
-    """One entry of several parameters' states as the argument of a step.
-
-    Args:
-        states: the states.
-        entry: the name of the entry.
-        dtype: its `low_bit_dtype`.
-        sees_shards: take the local shards of DTensors.
-    """
+    """One entry of several parameters' states as the argument of a step."""
     tensors = [state[entry] for state in states]
     column = as_real(map(shard, tensors) if sees_shards else tensors, is_fixed=True)
     if dtype == torch.bfloat16:

@@ -90,11 +90,7 @@ def write_part(t: DTensor, value: Tensor) -> None:
 
 
 class LocalShards:
-    """The local shards of parameters and of their gradients, as columns that are kept while the shards don't change.
-
-    Args:
-        params: DTensors.
-    """
+    """The local shards of parameters and of their gradients, as columns that are kept while the shards don't change."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params

@@ -66,11 +66,7 @@ class Accepted:
             COUNTERPARTS[self.peer] = owner
 
     def complete(self, values: Values) -> Values:
-        """Return these values, and torch's defaults for those that are missing.
-
-        Raises:
-            ValueError: one is out of its range.
-        """
+        """Return these values, and torch's defaults for those that are missing."""
         for name in self.ranges.keys() & values.keys():
             check_range(name, values[name], self.ranges[name])
         if self.peer is None:
@@ -91,12 +87,7 @@ def hyperparameters(arguments: Values) -> Values:
 
 
 def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
-    """The hyperparameters that are numbers, and how many: more than 1 for a tuple of them.
-
-    Args:
-        cls: the class of an optimizer.
-        update: its update.
-    """
+    """The hyperparameters that are numbers, and how many: more than 1 for a tuple of them."""
     counts: dict[str, int] = {}
     # The constructor of a subclass may hand on `**kwargs` to the one that names them.
     constructors = [vars(owner)["__init__"] for owner in cls.__mro__ if "__init__" in vars(owner)]

@@ -36,7 +36,7 @@ from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        given = defaults | {name: x for name, x in options.items() if name in TORCH_OPTIONS}
+        given = defaults | {name: x for name, x in options.items() if name in TORCH_DEFAULTS}
         checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(params, checked | group_options(options))
         self.state = States()

@@ -118,13 +118,6 @@ class StateFactory:
 
     It is made where state is to be created, and not kept: it refers to the optimizer, which should not wait for a
     garbage collection to be freed.
-
-    Args:
-        declaration: the declaration of the optimizer's class.
-        rules: the optimizer, for its hooks.
-        state: the optimizer's state, which new entries are put into.
-        arena: where state is made; None for memory of its own.
-        is_static: make it static, since captured steps replay its addresses.
     """
 
     def __init__(
@@ -231,10 +224,6 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
 
     State lives as long as the model. In the blocks that the first backward left in the cache, it would break up
     segments that the next backward, or a graph's memory, needs as one.
-
-    Args:
-        params: parameters of one device.
-        entries: the number of entries of each.
     """
     nbytes = entries * sum(p.nbytes for p in params)
     if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES and not deferred_finalizers.is_capturing():

@@ -44,12 +44,6 @@ def with_hooks(step: Step) -> Step:
 
     `torch.optim.Optimizer` wraps the step of every class in a profiler range and in the calls of its hooks. For an
     optimizer with few parameters those take longer than the rest of the step.
-
-    Args:
-        step: the method.
-
-    Returns:
-        The method, marked so that torch does not wrap it again.
     """
     observed = torch.optim.Optimizer.profile_hook_step(step)
 

@@ -32,9 +32,6 @@ StepValues = dict[str, Any]
 def single_tensor_step(cls: type) -> Callable[..., None]:
     """The step of optimizer class `cls` for one tensor.
 
-    Args:
-        cls: a class with `update(self, p, g, *states, **hyperparameters)`.
-
     Returns:
         A function that writes the parameter, its master and its state entries in place.
     """

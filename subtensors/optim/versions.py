@@ -73,12 +73,7 @@ class _VersionedDict(dict[Any, Any]):
 
 
 class Entry(_VersionedDict):
-    """The state of one parameter: its tensors by name.
-
-    Args:
-        entries: its first content.
-        version: stamped at its changes.
-    """
+    """The state of one parameter: its tensors by name."""
 
     __slots__ = ("version",)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st_
+from program_oracle import interpret
 from torch import Tensor
 
 from subtensors.dispatch.fused import torch_executor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.kernels.fused.program import interpret
 
 
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: float) -> None:

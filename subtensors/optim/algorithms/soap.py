@@ -161,13 +161,9 @@ def _update_basis(side: str, moment: Any, basis: Any, squares: Any, is_first: bo
         return
     rotated, order = by_shape(power_iteration, moment, basis)
     basis.copy_(rotated)
-    ordered = by_shape(lambda v, i: v.gather(*_along(v, i, side)), as_matrices(squares), order)
+    dim = 1 + SIDES.index(side)
+    ordered = by_shape(lambda v, i: v.gather(dim, i.unsqueeze(3 - dim).expand_as(v)), as_matrices(squares), order)
     squares.copy_(as_shaped(ordered, squares))
-
-
-def _along(v: Tensor, order: Tensor, side: str) -> tuple[int, Tensor]:
-    """The dimension of a side in a stack, and an index of the stack's shape."""
-    return (1, order[:, :, None].expand_as(v)) if side == "left" else (2, order[:, None, :].expand_as(v))
 
 
 def eigenvectors(moment: Tensor) -> Tensor:
