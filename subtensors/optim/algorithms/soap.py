@@ -12,13 +12,12 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.algorithms.preconditioners import (
     SIDES,
-    accumulate,
+    accumulate_moment,
     as_matrices,
     as_shaped,
     descend,
     host_count,
     parts_by_count,
-    second_moment,
     select,
     sides_of,
     square,
@@ -142,13 +141,7 @@ class SOAP(MatrixOptimizer):
                 (direction,) = _rotate([direction], basis, sides, is_back=True)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
-                # The sum has no name, so that it is freed after the call: it is as large as the state.
-                accumulate(
-                    select(moment, indices),
-                    by_shape(lambda x, side=side: second_moment(x, side), as_matrices(own)),
-                    beta,
-                    1 - beta,
-                )
+                accumulate_moment(select(moment, indices), side, as_matrices(own), beta, 1 - beta)
             if t == 0 or t % precondition_frequency == 0:
                 for (side, moment), q in zip(moments, basis, strict=True):
                     _update_basis(side, select(moment, indices), q, squares, is_first=t == 0)
