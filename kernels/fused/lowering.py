@@ -105,11 +105,10 @@ _SHARED: dict[str, Template] = {
     "rsub": lambda a, b, alpha="1": _sub(b, a, alpha),
     **{name: _format(f"({{0}} {sign} {{1}})") for name, sign in zip(_NAMES, _SIGNS, strict=True)},
     "neg": _format("(-{0})"),
-    **{
-        f"{way}imum": _format(f"tl.{way}imum({{0}}, {{1}}, propagate_nan=tl.PropagateNan.ALL)")
-        for way in ("max", "min")
-    },
-    **{f"f{way}": _format(f"tl.{way}imum({{0}}, {{1}}, propagate_nan=tl.PropagateNan.NONE)") for way in ("max", "min")},
+    "maximum": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
+    "minimum": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
+    "fmax": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
+    "fmin": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda x, high: _clamp(x, ABSENT, high),
