@@ -39,15 +39,6 @@ _requires_grad = attrgetter("requires_grad")
 
 
 @dataclass
-class _StreamScalars:
-    """The dynamic scalars on the device, as last written by the launches on one stream."""
-
-    values: list[int]
-    """The bits of the scalars, which differ for -0.0 and 0.0."""
-    scalars: Tensor
-
-
-@dataclass
 class PointerTable:
     """A pointer table for one set of addresses."""
 
@@ -59,7 +50,8 @@ class PointerTable:
     """The address of `table`."""
     overlaps: bool
     """True if memory that is written overlaps other memory of the call."""
-    streams: dict[int, _StreamScalars] = field(default_factory=dict)
+    scalars: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
+    """By stream, the bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
 
 class TritonExecutor(Executor):
@@ -272,18 +264,15 @@ class TritonExecutor(Executor):
         they stay current; one captured with other numbers has memory of its own for them.
         """
         values = bits(numbers, self.kinds)
-        state = table.streams.get(self.stream)
-        if state is not None and state.values == values:
-            return state.scalars
+        known, scalars = table.scalars.get(self.stream, (None, None))
+        if scalars is not None and known == values:
+            return scalars
         fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
         if is_capturing:
             return fresh
-        if state is None:
-            table.streams[self.stream] = state = _StreamScalars(values, fresh)
-        else:
-            state.values = values
-            state.scalars.copy_(fresh)
-        return state.scalars
+        scalars = fresh if scalars is None else scalars.copy_(fresh)
+        table.scalars[self.stream] = values, scalars
+        return scalars
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""

@@ -402,4 +402,5 @@ class Optimizer(torch.optim.Optimizer):
         name = type(self).__name__
         check_options(name, group, self.param_groups[0])
         check_state_dtype(name, group.get("state_dtype"), self.low_bit)
-        self._declaration.check_required(name, group)
+        if missing := self._declaration.required - set(group):
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")

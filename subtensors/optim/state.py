@@ -101,11 +101,6 @@ class Declaration:
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
 
-    def check_required(self, name: str, group: ParamGroup) -> None:
-        """Raise ValueError if a group of the optimizer of this name lacks a hyperparameter."""
-        if missing := self.required - set(group):
-            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
-
 
 def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
