@@ -48,12 +48,12 @@ class PackedLayout:
 
     @cached_property
     def has_scalars(self) -> bool:
-        """Whether an element is 0-d."""
+        """Return whether an element is 0-d."""
         return any(not shape for shape in self.shapes)
 
     @cached_property
     def has_ties(self) -> bool:
-        """Whether an element occurs twice."""
+        """Return whether an element occurs twice."""
         starts = [(g, o) for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True) if s.numel()]
         return len(set(starts)) < len(starts)
 
