@@ -42,12 +42,7 @@ class ValueNeeded(RuntimeError):
 
 
 class RecordedNumber:
-    """The node of a dynamic scalar, as torch's SymFloat and SymInt call it: an expression as text, and its type.
-
-    Args:
-        text: a Python expression of `x0`, `x1` and so on.
-        kind: the type of its value.
-    """
+    """The node of a dynamic scalar, as torch's SymFloat and SymInt call it: an expression as text, and its type."""
 
     shape_env = None
 

@@ -33,14 +33,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchExecutor(Executor):
-    """The traced program, through torch's own ops.
-
-    Args:
-        trace: the program.
-        columns: the tensors of the first call; later calls have the same shapes.
-        fallback: the executor to run instead when the tensors overlap in memory.
-        reason: the reason not to run in a faster way.
-    """
+    """The traced program, through torch's own ops."""
 
     trace: Trace
 

@@ -140,9 +140,6 @@ def _select(result: PyTree, index: int) -> PyTree:
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors along a new first dimension, without a copy where they lie at equal distances in one storage.
 
-    Args:
-        tensors: at least one; all of one shape, dtype and device.
-
     Returns:
         (len(tensors), *shape). It may share memory with the tensors.
 

@@ -91,7 +91,7 @@ class TileMap:
 
     @staticmethod
     def of(sizes: Integers, part: int, min_parts: int, device: torch.device) -> TileMap:
-        """Cut tensors into parts."""
+        """Cut tensors into parts of `part` elements, each into `min_parts` or more."""
         parts = np.maximum(-(-sizes // part), min_parts)
         first = np.cumsum(parts) - parts
         total = int(parts.sum())
@@ -178,11 +178,7 @@ class Grid:
         return to_device(self.rows(pointers), self.device)
 
     def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
-        """The pointer table (`segment_writer` documents its rows).
-
-        Args:
-            pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
-        """
+        """The pointer table (`segment_writer` documents its rows)."""
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
         aligned = self.is_aligned(addresses)
         matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)

@@ -143,10 +143,6 @@ def indexes_each(key: object) -> bool:
 def select_leaves(spec: optree.PyTreeSpec, key: object) -> tuple[slice, optree.PyTreeSpec]:
     """Return the leaves that a slice or path selects, as a slice, and their structure, a leaf's for one element.
 
-    Args:
-        spec: the structure of a list.
-        key: a slice, or a key of the outermost container, or a tuple of keys, from the outermost to the innermost.
-
     Raises:
         KeyError: the list has no such path; the message names the part that is missing.
 

@@ -114,13 +114,7 @@ class Batch:
         return TensorColumn(own, like=self.params if self.has_plain_gradients else None)
 
     def new_call(self, options: list[object], gradients: TensorColumn, *arguments: object) -> FusedCall:
-        """The fused call of a step.
-
-        Args:
-            options: the values that the arguments were made of; `repeated_call` compares them by identity.
-            gradients: the gradients of these parameters.
-            arguments: the arguments that follow the state.
-        """
+        """The fused call of a step."""
         params = self.params if self.shards is None else self.shards.own
         params = as_real(params) if self.is_complex else params
         call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})

@@ -105,11 +105,6 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
 def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 
-    Args:
-        values: hyperparameters by name.
-        counts: which are numbers (`number_counts`); None is left to the class.
-        accepted: what else the class says, if anything; with it, a hyperparameter of several numbers has a fixed count.
-
     Raises:
         TypeError: a value is not a number, or a tuple of them.
         ValueError: NaN, a tensor of several elements, another count of numbers, or what the class refuses.

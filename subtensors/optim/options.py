@@ -131,13 +131,7 @@ def group_options(options: Options) -> ParamGroup:
 
 
 def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Mapping[str, object]) -> None:
-    """Give a loaded group what it doesn't say: that stays as it was.
-
-    Args:
-        group: the loaded group; changed in place.
-        former: the group that it replaces; empty if there was none.
-        defaults: the defaults of the optimizer, for the hyperparameters that neither has.
-    """
+    """Give a loaded group what it doesn't say: that stays as it was."""
     for name, default in defaults.items():
         if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
             group.setdefault(name, former.get(name, default))

@@ -65,10 +65,6 @@ class OptimizerRules(Protocol):
 class Declaration:
     """The state entries and hyperparameters of an optimizer class, read from its `state` and `update`.
 
-    Args:
-        cls: the class.
-        base: the class whose `init_state` and `applies_to` are the defaults.
-
     Raises:
         TypeError: `update` doesn't start with self, p and g, takes another entry than `state` declares, or takes the
             name of an option.

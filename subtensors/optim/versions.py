@@ -190,11 +190,7 @@ _ORIGINAL = {watched: original for original, watched in _WATCHED.items()}
 
 
 def watch(tensors: Iterable[Tensor], version: Version) -> None:
-    """Stamp the version whenever one of these tensors is given other memory or another gradient.
-
-    Args:
-        tensors: plain tensors or parameters; their class changes.
-        version: the version to stamp.
+    """Stamp the version whenever one of these plain tensors, whose class changes, is given other memory or a gradient.
 
     Example:
         >>> p, version = Parameter(torch.ones(2)), Version()
