@@ -134,8 +134,8 @@ class TorchExecutor(Executor):
 
     def describe(self) -> str:
         """Describe the executor in one line."""
-        per = f"on each of {len(self.joined)} parts, of joined or cut elements" if self.joined else "an element"
-        return f"{len(self.trace.program.instructions)} torch ops {per}{self.reason and ': ' + self.reason}"
+        how = "an element, joined or cut" if self.joined else "an element"
+        return f"{len(self.trace.program.instructions)} torch ops {how}{self.reason and ': ' + self.reason}"
 
 
 def _joined(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -134,7 +134,7 @@ class Recording:
         >>> Recording(torch.device("cpu")).record(lambda: add(TensorColumn([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
         ...
-        subtensors.dispatch.graphs.protocols.NotRecordable: 1 torch ops an element
+        subtensors.dispatch.graphs.protocols.NotRecordable: 1 torch ops an element, joined or cut
     """
 
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
