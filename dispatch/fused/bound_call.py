@@ -27,7 +27,6 @@ from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 if TYPE_CHECKING:
     from subtensors.dispatch.fused.triton_executor import PointerTable, TritonExecutor
-    from subtensors.kernels.fused.launch import Prelude
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Set to run kernels on CPU tensors too, in Triton's interpreter, to test them without a GPU."""
@@ -109,12 +108,7 @@ class FusedCall:
         """Everything that decides how the math is traced: the static values and the modes of torch."""
 
     def with_list(self, position: int, tensors: TensorColumn) -> FusedCall:
-        """The same call with another list, in the current modes of torch.
-
-        Args:
-            position: the leaf that the list replaces.
-            tensors: as many as there were.
-        """
+        """The same call with another list, in the current modes of torch."""
         call = object.__new__(FusedCall)
         call.signature, call.count, call.statics = self.signature, self.count, self.statics
         call.launches = self.launches
@@ -136,9 +130,6 @@ class FusedCall:
 
     def columns(self, name: str) -> Columns:
         """One list of tensors an argument, all of one length.
-
-        Args:
-            name: the function's, for errors.
 
         Raises:
             TypeError: there is no tensor among the arguments.
@@ -196,7 +187,7 @@ class CachedLaunch:
     executor: TritonExecutor
     table: PointerTable
 
-    def repeat(self, call: FusedCall, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
+    def repeat(self, call: FusedCall, edition: object, columns: Columns) -> bool:
         """Repeat the launch if the call is the same except for its numbers; return False where it may differ."""
         executor = self.executor
         if (
@@ -212,7 +203,7 @@ class CachedLaunch:
         for position, guard in self.guards:
             if not guard.matches(leaves[position]):
                 return False
-        executor.launch(self.table, columns, call.numbers(), is_capturing=False, prelude=prelude)
+        executor.launch(self.table, columns, call.numbers(), is_capturing=False)
         return True
 
 

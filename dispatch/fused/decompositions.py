@@ -69,15 +69,7 @@ def _vector_norm(
     return norm.to(result)
 
 
-def _variance(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return _wide_variance(x, dim, correction, keepdim).to(x.dtype)
-
-
-def _deviation(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return _wide_variance(x, dim, correction, keepdim).sqrt().to(x.dtype)
-
-
-def _wide_variance(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> Tensor:
+def _wide_variance(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     """The variance in the dtype of sums: its square root may fit in float16 where the variance overflows."""
     _check_is_full(dim, keepdim)
     if not (x.is_floating_point() or x.is_complex()):  # torch's check, which its meta function leaves out
@@ -87,14 +79,6 @@ def _wide_variance(x: Tensor, dim: Dims, correction: float | None, keepdim: bool
     deviation = wide - wide.sum() / count
     degrees = count - (1 if correction is None else correction)
     return (deviation * deviation).sum() / degrees.clamp(min=0)
-
-
-def _any(x: Tensor) -> Tensor:
-    return (_add_up(x != 0) != 0).to(_truth(x.dtype))
-
-
-def _all(x: Tensor) -> Tensor:
-    return (_add_up(x == 0) == 0).to(_truth(x.dtype))
 
 
 def _truth(dtype: torch.dtype) -> torch.dtype:
@@ -108,13 +92,13 @@ EXPANSIONS: dict[OpOverload, Callable[..., Tensor]] = {
     aten.mean.dim: _mean,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: lambda x, p=2: _vector_norm(x, p),
-    aten.var.correction: _variance,
-    aten.std.correction: _deviation,
+    aten.var.correction: lambda x, *dim, **options: _wide_variance(x, *dim, **options).to(x.dtype),
+    aten.std.correction: lambda x, *dim, **options: _wide_variance(x, *dim, **options).sqrt().to(x.dtype),
     aten.max.default: lambda x: aten.amax.default(x),
     aten.min.default: lambda x: aten.amin.default(x),
     aten.empty_like.default: lambda x, **options: aten.zeros_like.default(x, **options),
-    aten.any.default: _any,
-    aten.all.default: _all,
+    aten.any.default: lambda x: (_add_up(x != 0) != 0).to(_truth(x.dtype)),
+    aten.all.default: lambda x: (_add_up(x == 0) == 0).to(_truth(x.dtype)),
     aten.count_nonzero.default: lambda x, dim=None: _add_up(x != 0),
 }
 """Overload -> the same math in simpler ops."""

@@ -53,12 +53,7 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def refuse(reason: str, advice: str) -> NoReturn:
-    """Raise RuleError with the innermost line of the user's own source.
-
-    Args:
-        reason: the reason why the math can't be fused.
-        advice: what to do instead.
-    """
+    """Raise RuleError with the innermost line of the user's own source."""
     frames = list(traceback.walk_stack(sys._getframe(1)))[::-1]
     raise RuleError(f"this math cannot be fused: {reason}\n  at {source_line(frames)}\n  instead: {advice}")
 

@@ -2,7 +2,7 @@
 
 Each executor runs a group of elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
 `run(columns, numbers)`, a column being one argument's tensors in the order of the elements. Triton kernels are in
-`triton_executor`.
+`triton_executor`, torch ops in `torch_executor`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import optree
-import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import (
@@ -27,8 +26,7 @@ from subtensors.dispatch.fused.trace import Returned, Trace
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
-from subtensors.kernels.fused.torch_codegen import write_torch
+from subtensors.kernels.fused.launch import Grid, compile_together
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -48,14 +46,8 @@ class Executor:
     grid: Grid | None = None
     """The tiles that Triton kernels sweep over; None where none run."""
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Apply the function to every element, after or with the prelude."""
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+        """Apply the function to every element."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -73,16 +65,8 @@ class EagerExecutor(Executor):
     def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
         """Call the function once an element."""
-        if prelude is not None:
-            prelude.launch()
         if current_recording() is not None:
             raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
@@ -92,55 +76,6 @@ class EagerExecutor(Executor):
     def describe(self) -> str:
         """Describe the executor in one line."""
         return f"the function itself, element by element: {self.reason}"
-
-
-class TorchExecutor(Executor):
-    """The traced program, through torch's own ops."""
-
-    trace: Trace
-
-    def __init__(self, trace: Trace, fallback: EagerExecutor, reason: str) -> None:
-        self.trace, self.fallback, self.reason = trace, fallback, reason
-        self.result_spec = optree.tree_structure(trace.results, none_is_leaf=True)
-        self.run_element = write_torch(trace.program)
-
-    @torch.no_grad()
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Run the program once an element."""
-        if prelude is not None:
-            prelude.launch()
-        if current_recording() is not None:
-            raise NotRecordable(self.describe())
-        if written_overlap(columns, self.trace.program.stores):
-            return self.fallback.run(columns, numbers)
-        scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
-        operands = scalar_operands(scalars, columns[0][0].device)
-        rows = [self.run_element(row, scalars, operands) for row in zip(*columns, strict=True)]
-        outputs = [list(column) for column in zip(*rows, strict=True)]
-        return result_leaves(self.trace, columns, outputs)
-
-    def explain(self, columns: Columns) -> str:
-        """Describe what runs: the function itself where memory that is written overlaps."""
-        overlaps = written_overlap(columns, self.trace.program.stores)
-        return self.fallback.describe() if overlaps else self.describe()
-
-    def describe(self) -> str:
-        """Describe the executor in one line."""
-        return f"{len(self.trace.program.instructions)} torch ops an element{self.reason and ': ' + self.reason}"
-
-
-def scalar_operands(numbers: Sequence[float], device: torch.device) -> Sequence[float | Tensor]:
-    """Dynamic scalars as operands in the place of tensors: on a CPU 0-d tensors, made once for all elements."""
-    if device.type != "cpu":
-        return numbers
-    kinds = [torch.float64 if isinstance(n, float) else torch.int64 for n in numbers]
-    return [torch.tensor(n, dtype=kind, device=device) for n, kind in zip(numbers, kinds, strict=True)]
 
 
 def result_leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:

@@ -35,7 +35,6 @@ from subtensors.dispatch.fused.executors import (
     ExecutionPlan,
     Executor,
     Leaves,
-    TorchExecutor,
     select_rows,
 )
 from subtensors.dispatch.fused.read_values import ReadValues
@@ -47,12 +46,13 @@ from subtensors.dispatch.fused.tensor_columns import (
     TensorColumn,
     unique_tensors,
 )
+from subtensors.dispatch.fused.torch_executor import TorchExecutor
 from subtensors.dispatch.fused.trace import Trace, trace
 from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
+from subtensors.kernels.fused.launch import Exchange, KernelSet, Tiling
 from subtensors.kernels.fused.program import Scalar
 from subtensors.kernels.fused.tuning import default_tiling, tune, tuned_tiling
 from subtensors.kernels.runtime.gc_pause import gc_paused
@@ -123,30 +123,22 @@ class FusedFunction:
         """
         return self.run(FusedCall(args, kwargs))
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
-        """Run a call whose arguments are flattened already.
-
-        Args:
-            call: the call.
-            prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
-        """
+    def run(self, call: FusedCall) -> PyTree:
+        """Run a call whose arguments are flattened already."""
         self.check_values()
         columns = call.columns(self.name)
         launch = call.launches.last
-        if launch is not None and launch.repeat(call, self._variant.edition, columns, prelude):
+        if launch is not None and launch.repeat(call, self._variant.edition, columns):
             return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
         if executor is not None:
-            if prelude is None:
-                plan.compile()
-            leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            plan.compile()
+            leaves = executor.run(columns, call.numbers(), addresses)
             plan.log()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 call.launches.store(call, self._variant.edition, columns, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
-        if prelude is not None:
-            prelude.launch()
         if not plan.groups:
             return None
         if plan.groups_overlap(columns):
@@ -351,9 +343,9 @@ class FusedFunction:
         if any(key.parameters[parameter].expanded for parameter in traced.program.stores):
             return fallback  # torch's own ops refuse that, each with its reason
         if traced.unlowered:
-            return TorchExecutor(traced, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
+            return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not key.triton:
-            return TorchExecutor(traced, fallback, "")
+            return TorchExecutor(traced, columns, fallback, "")
         # By text too: Python finds 0.0 and -0.0 equal.
         kernel_key = (traced.program, str(traced.program), key.device)
         kernels = self._kernels.get(kernel_key)

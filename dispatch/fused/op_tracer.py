@@ -44,12 +44,7 @@ _OWN_SHAPE = "it makes a tensor of its own shape", "torch.zeros_like and the lik
 
 @dataclass
 class OpTracer(TorchDispatchMode):
-    """Records every op on the proxies as instructions.
-
-    Args:
-        device: the device of the elements.
-        parameters: descriptions of the proxies that it starts with.
-    """
+    """Records every op on the proxies as instructions."""
 
     device: torch.device
     parameters: tuple[Parameter, ...]

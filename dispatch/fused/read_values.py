@@ -52,9 +52,6 @@ _NOT_MATH = frozenset(
 class ReadValues:
     """A snapshot of the values that a function reads besides its arguments.
 
-    Args:
-        function: a function, a bound method, a partial, or an object that can be called.
-
     Raises:
         RuleError: it reads a container of more than `MAX_ITEMS`.
     """
@@ -94,12 +91,7 @@ class ReadValues:
         return True
 
     def first_difference(self, other: ReadValues, only_plain: bool = False) -> str:
-        """The name of the first value that both have and that differs; "" if there is none.
-
-        Args:
-            other: a later snapshot.
-            only_plain: compare numbers, strings and the like alone.
-        """
+        """The name of the first value that both have and that differs; "" if there is none."""
         for name, value in self.entries.items():
             if name in other.entries and other.entries[name] != value and (not only_plain or type(value) is _Plain):
                 return name
@@ -190,15 +182,11 @@ class _Walk:
 
     def _watch_items(self, items: Mapping[str, object], found: Sequence[str], prefix: str, *, length: bool) -> None:
         """Watch some items of a mapping; with their number, so that new ones are noticed."""
-        names = [prefix + name for name in found]
-        if not length:
-            if found:
-                self._watch(functools.partial(itemgetter(*found, found[0]), items), names)
+        get: Callable[..., tuple[object, ...]] = itemgetter(*found, found[0]) if found else lambda _: ()
+        if length:
+            self._watch(lambda: (*get(items), len(items)), [prefix + name for name in found])
         elif found:
-            get = itemgetter(*found, found[0])
-            self._watch(lambda: (*get(items), len(items)), names)
-        else:
-            self._watch(lambda: (len(items),), ())
+            self._watch(functools.partial(get, items), [prefix + name for name in found])
 
     def _visit(self, name: str, value: object, is_root: bool = False) -> None:
         if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
@@ -213,12 +201,9 @@ class _Walk:
             case functools.partial():
                 for part in (value.func, value.args, value.keywords):
                     self._visit(name, part, is_root and part is value.func)
-            case property():
-                self._visit(name, value.fget)
-            case classmethod() | staticmethod():
-                self._visit(name, value.__func__)
-            case functools.cached_property():
-                self._visit(name, value.func)
+            case property() | classmethod() | staticmethod() | functools.cached_property():
+                parts = (getattr(value, part, None) for part in ("fget", "__func__", "func"))
+                self._visit(name, next(filter(None, parts), None))
             case types.ModuleType():
                 if not _is_library(value.__name__):
                     found = [n for n in vars(value) if n in self.names and not n.startswith("__")]
@@ -291,9 +276,7 @@ class _Walk:
             self.names |= {"__call__", "forward"}
         if isinstance(value, nn.Module):
             children = value._modules
-            found = [n for n in children if n in self.names]
-            if found:
-                self._watch_items(children, found, f"{name}.", length=False)
+            self._watch_items(children, [n for n in children if n in self.names], f"{name}.", length=False)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             found = [n for n in attributes if n in self.names]

@@ -42,12 +42,7 @@ class ValueNeeded(RuntimeError):
 
 
 class RecordedNumber:
-    """The node of a dynamic scalar, as torch's SymFloat and SymInt call it: an expression as text, and its type.
-
-    Args:
-        text: a Python expression of `x0`, `x1` and so on.
-        kind: the type of its value.
-    """
+    """The node of a dynamic scalar, as torch's SymFloat and SymInt call it: an expression as text, and its type."""
 
     shape_env = None
 
@@ -180,10 +175,6 @@ def expression_of(number: SymbolicScalar) -> str:
 
 def compile_expression(expression: str, count: int) -> Evaluator:
     """A function from the values of a call's numbers to the value of an expression of them.
-
-    Args:
-        expression: the text.
-        count: how many numbers a call has.
 
     Example:
         >>> compile_expression("(x0 * 0)", 1)([float("inf")])

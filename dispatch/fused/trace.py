@@ -54,16 +54,6 @@ def trace(
 ) -> Trace:
     """Trace `function` on one element of every list.
 
-    Args:
-        function: straight-line math on tensors and numbers.
-        parameters: descriptions of the tensors.
-        numbers: the kinds of the dynamic scalars.
-        replace: puts tensors and numbers in their places: `(args, kwargs)` for `function`.
-        device: the device of the elements.
-
-    Returns:
-        The program, the functions that compute its dynamic scalars, and the result of the function.
-
     Raises:
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """

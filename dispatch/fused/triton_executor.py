@@ -27,8 +27,8 @@ from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
-from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
-from subtensors.kernels.fused.program import Parameter, Shape
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, bits
+from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.launcher import current_stream
@@ -36,15 +36,6 @@ from subtensors.kernels.runtime.launcher import current_stream
 logger = logging.getLogger("subtensors.fused")
 
 _requires_grad = attrgetter("requires_grad")
-
-
-@dataclass
-class _StreamScalars:
-    """The dynamic scalars on the device, as last written by the launches on one stream."""
-
-    values: list[int]
-    """The bits of the scalars, which differ for -0.0 and 0.0."""
-    scalars: Tensor
 
 
 @dataclass
@@ -59,7 +50,8 @@ class PointerTable:
     """The address of `table`."""
     overlaps: bool
     """True if memory that is written overlaps other memory of the call."""
-    streams: dict[int, _StreamScalars] = field(default_factory=dict)
+    scalars: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
+    """By stream, the bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
 
 class TritonExecutor(Executor):
@@ -99,11 +91,16 @@ class TritonExecutor(Executor):
         matrices = [(t.shape[-2], t.shape[-1]) for t in pattern] if any(p.expanded for p in self.parameters) else None
         self.grid = Grid(kernels, [t.numel() for t in pattern], self.device, matrices, exchange)
         self.hosts = [i for i, p in enumerate(self.parameters) if p.on_host]
-        self.kinds = [*trace.program.scalars, *(_number_kind(self.parameters[i].dtype) for i in self.hosts)]
+        host_kinds = [float if self.parameters[i].dtype.is_floating_point else int for i in self.hosts]
+        self.kinds = [*trace.program.scalars, *host_kinds]
         stored = trace.program.stores
         self.scalars = trace.scalars
         self.is_seeded = kernels.is_seeded
-        self.stores = {i: _bytes_written(self.parameters[i]) for i in stored}
+        written = [self.parameters[i] for i in stored]
+        self.stores = {
+            i: p.dtype.itemsize * (1 if p.shape is Shape.PER_ELEMENT else -1)
+            for i, p in zip(stored, written, strict=True)
+        }
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         outputs = [trace.program.value(v) for v in trace.program.outputs]
@@ -118,31 +115,19 @@ class TritonExecutor(Executor):
         """The stream of the last eager call."""
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
         self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._refuse_empty_extremes()
+        # Of a part without elements, another process has the other elements.
+        extremes = [step.name for step in trace.program.instructions if step.name in ("amax", "amin")]
+        if extremes and exchange is None and not (self.grid.sizes > 0).all():
+            raise RuntimeError(f"{extremes[0]} of an empty tensor: a maximum needs at least one element")
 
-    def _refuse_empty_extremes(self) -> None:
-        if (self.grid.sizes > 0).all() or self.grid.exchange is not None:
-            return  # of a part without elements, another process has the other elements
-        for step in self.trace.program.instructions:
-            if step.name in ("amax", "amin"):
-                raise RuntimeError(f"{step.name} of an empty tensor: a maximum needs at least one element")
-
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Launch the kernels, after or with the prelude."""
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+        """Launch the kernels."""
         if self.is_on_current_device():
-            return self._run(columns, numbers, addresses, prelude)
+            return self._run(columns, numbers, addresses)
         with torch.cuda.device(self.device):
-            return self._run(columns, numbers, addresses, prelude)
+            return self._run(columns, numbers, addresses)
 
-    def _run(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
+    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
         check_resident(columns)
         if (recording := current_recording()) is not None:
             return self._record(recording, columns, numbers)
@@ -156,10 +141,8 @@ class TritonExecutor(Executor):
         is_capturing = self.is_capturing()
         table = self._pointer_table(columns, addresses, is_capturing)
         if table.overlaps:
-            if prelude is not None:
-                prelude.launch()
             return self.fallback.run(originals if self.copies else columns, numbers)
-        arenas = self.launch(table, columns, numbers, is_capturing, prelude)
+        arenas = self.launch(table, columns, numbers, is_capturing)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -170,18 +153,9 @@ class TritonExecutor(Executor):
         return self._results(columns, arenas)
 
     def launch(
-        self,
-        table: PointerTable,
-        columns: Columns,
-        numbers: Sequence[float],
-        is_capturing: bool,
-        prelude: Prelude | None = None,
+        self, table: PointerTable, columns: Columns, numbers: Sequence[float], is_capturing: bool
     ) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
-
-        Returns:
-            The memory of the outputs.
-        """
+        """Run the kernels on a pointer table, which is that of these columns; return the memory of the outputs."""
         stream = current_stream(self.device)
         if not is_capturing:
             self.stream = stream
@@ -193,7 +167,7 @@ class TritonExecutor(Executor):
             scalars = self._scalars(table, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -225,10 +199,6 @@ class TritonExecutor(Executor):
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
 
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """Return None: no other launch follows in this one."""
-        return None
-
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:
             return []
@@ -251,7 +221,8 @@ class TritonExecutor(Executor):
 
     def _pointer_table(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
         """The pointer table of these columns: an earlier one where no address has changed, else a new one."""
-        addresses = list(map(_known_addresses, known, columns)) if known else list(map(addresses_of, columns))
+        given = known or [None] * len(columns)
+        addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
         for host in self.hosts:
             addresses[host] = []
         for position, pointer_table in enumerate(self.tables):
@@ -293,18 +264,15 @@ class TritonExecutor(Executor):
         they stay current; one captured with other numbers has memory of its own for them.
         """
         values = bits(numbers, self.kinds)
-        state = table.streams.get(self.stream)
-        if state is not None and state.values == values:
-            return state.scalars
+        known, scalars = table.scalars.get(self.stream, (None, None))
+        if scalars is not None and known == values:
+            return scalars
         fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
         if is_capturing:
             return fresh
-        if state is None:
-            table.streams[self.stream] = state = _StreamScalars(values, fresh)
-        else:
-            state.values = values
-            state.scalars.copy_(fresh)
-        return state.scalars
+        scalars = fresh if scalars is None else scalars.copy_(fresh)
+        table.scalars[self.stream] = values, scalars
+        return scalars
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""
@@ -323,15 +291,3 @@ class TritonExecutor(Executor):
             over = "elements" if kernel.segment.shape is Shape.PER_ELEMENT else "numbers per tensor"
             lines.append(f"  kernel {kernel.name}: {len(kernel.segment.steps)} values over {over}")
         return "\n".join([*lines, *([f"  {self.reason}"] if self.reason else [])])
-
-
-def _number_kind(dtype: torch.dtype) -> type[float] | type[int]:
-    return float if dtype.is_floating_point else int
-
-
-def _bytes_written(parameter: Parameter) -> int:
-    return parameter.dtype.itemsize * (1 if parameter.shape is Shape.PER_ELEMENT else -1)
-
-
-def _known_addresses(known: list[int] | None, column: Sequence[Tensor]) -> list[int]:
-    return addresses_of(column) if known is None else known

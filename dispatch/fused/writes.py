@@ -15,9 +15,6 @@ from subtensors.kernels.fused.program import Ref
 class WriteWatch:
     """The tensors that some math may write, and which of them it has written since.
 
-    Args:
-        tensors: proxies, or tensors.
-
     Example:
         >>> import torch
         >>> x, y = torch.ones(2), torch.ones(2)

@@ -17,10 +17,6 @@ from subtensors.dispatch.lists.list_call import ElementList, ListCall
 from subtensors.dispatch.ops.tree import PyTree
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    return torch.matmul(a, b)
-
-
 def _addmm(
     c: Tensor,  # (batch, n) or (batch, m, n)
     a: Tensor,  # (batch, m, k)
@@ -57,8 +53,8 @@ def _rows() -> dict[Callable[..., PyTree], BatchRow]:
         torch.Tensor.mm: BatchRow(((2,), (2,)), torch.bmm),
         torch.bmm: BatchRow(((3,), (3,)), torch.matmul),
         torch.Tensor.bmm: BatchRow(((3,), (3,)), torch.matmul),
-        torch.matmul: BatchRow((_MATRIX, _MATRIX), _matmul),
-        torch.Tensor.matmul: BatchRow((_MATRIX, _MATRIX), _matmul),
+        torch.matmul: BatchRow((_MATRIX, _MATRIX), torch.matmul),
+        torch.Tensor.matmul: BatchRow((_MATRIX, _MATRIX), torch.matmul),
         torch.addmm: BatchRow(((1, 2), (2,), (2,)), _addmm),
         torch.Tensor.addmm: BatchRow(((1, 2), (2,), (2,)), _addmm),
         torch.nn.functional.linear: BatchRow(((2,), (2,), (1,)), _linear),
@@ -92,8 +88,8 @@ class BatchedCall:
 
     def run(self) -> list[PyTree]:
         """Run the call; return the result of each element, in order."""
-        out: list[PyTree] = [None] * sum(map(len, self.groups))
         lists = [x.tensors for x in self.call.lists]
+        out: list[PyTree] = [None] * len(lists[0])
         for group in self.groups:
             if len(group) == 1:
                 out[group[0]] = self.call.run([x[group[0]] for x in lists])
@@ -122,20 +118,17 @@ def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
     if len(call.args) > len(row.dims) or any(hasattr(v, "treespec") for v in call.kwargs.values()):
         return None
     lists = [x.tensors for x in call.lists]
-    by_shape: dict[Hashable, list[int]] = {}
     records = torch.is_grad_enabled()
-    for i, elements in enumerate(zip(*lists, strict=True)):
+    for elements in zip(*lists, strict=True):
         dims = [t.dim() for t in elements]
         if any(d not in allowed for d, allowed in zip(dims, row.dims, strict=False)):
             return None
-        if row.batch in (_matmul, torch.linalg.solve, torch.linalg.solve_triangular) and len(set(dims)) > 1:
+        if row.dims == (_MATRIX, _MATRIX) and len(set(dims)) > 1:
             return None
         if any(t.layout is not torch.strided or (records and t.requires_grad) for t in elements):
             return None
-        by_shape.setdefault(tuple((t.shape, t.dtype, t.device) for t in elements), []).append(i)
-    if len(by_shape) == len(lists[0]):
-        return None
-    return BatchedCall(call, row, list(by_shape.values()))
+    groups = group_by_shape(lists)
+    return None if len(groups) == len(lists[0]) else BatchedCall(call, row, groups)
 
 
 def _select(result: PyTree, index: int) -> PyTree:
@@ -146,9 +139,6 @@ def _select(result: PyTree, index: int) -> PyTree:
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors along a new first dimension, without a copy where they lie at equal distances in one storage.
-
-    Args:
-        tensors: at least one; all of one shape, dtype and device.
 
     Returns:
         (len(tensors), *shape). It may share memory with the tensors.

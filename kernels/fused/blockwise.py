@@ -16,6 +16,8 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -112,25 +114,15 @@ torch.library.define("subtensors::blockwise_absmax", "(Tensor x) -> Tensor")
 torch.library.define("subtensors::quantize_blockwise", "(Tensor x, Tensor scales, bool is_signed) -> Tensor")
 torch.library.define("subtensors::dequantize_blockwise", "(Tensor codes, Tensor scales, bool is_signed) -> Tensor")
 
-torch.library.impl("subtensors::blockwise_absmax", "CompositeExplicitAutograd")(absmax)
-torch.library.impl("subtensors::quantize_blockwise", "CompositeExplicitAutograd")(quantize)
-torch.library.impl("subtensors::dequantize_blockwise", "CompositeExplicitAutograd")(dequantize)
-
-
-@torch.library.register_fake("subtensors::blockwise_absmax")  # type: ignore[untyped-decorator]
-def _absmax_fake(x: Tensor) -> Tensor:
-    return x.new_empty(block_count(x.numel()), dtype=torch.float32)
-
-
-@torch.library.register_fake("subtensors::quantize_blockwise")  # type: ignore[untyped-decorator]
-def _quantize_fake(x: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.int8 if is_signed else torch.uint8)
-
-
-@torch.library.register_fake("subtensors::dequantize_blockwise")  # type: ignore[untyped-decorator]
-def _dequantize_fake(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=torch.float32)
-
-
-OPS = frozenset({"blockwise_absmax", "quantize_blockwise", "dequantize_blockwise"})
+_CODES = {True: torch.int8, False: torch.uint8}
+_FAKES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "blockwise_absmax": (absmax, lambda x: x.new_empty(block_count(x.numel()), dtype=torch.float32)),
+    "quantize_blockwise": (quantize, lambda x, _, signed: x.new_empty(x.shape, dtype=_CODES[signed])),
+    "dequantize_blockwise": (dequantize, lambda codes, *_: codes.new_empty(codes.shape, dtype=torch.float32)),
+}
+OPS = frozenset(_FAKES)
 """The ops on numbers per block, other than copies."""
+
+for _name, (_run, _fake) in _FAKES.items():
+    torch.library.impl(f"subtensors::{_name}", "CompositeExplicitAutograd")(_run)
+    torch.library.register_fake(f"subtensors::{_name}")(_fake)

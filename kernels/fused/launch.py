@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from subtensors.kernels.fused.segment_writer import ADDRESSED
 from subtensors.kernels.fused.segments import plan_segments, slot_count
 from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.kernels.runtime.graph_lifetime import to_device
-from subtensors.kernels.runtime.launcher import Launch, prepare_launch
+from subtensors.kernels.runtime.launcher import Launch, multiprocessors, prepare_launch
 
 LANES = 128
 """Tensors a program of a tensor segment."""
@@ -44,18 +43,6 @@ Exchange = Callable[[Tensor, str], None]
 reduction: "sum", "prod", "amax" or "amin"."""
 
 
-class Prelude(Protocol):
-    """A launch that a program depends on; the program's first kernel may be fused into it if it has a lane a tensor."""
-
-    def launch(self) -> None:
-        """Launch it by itself."""
-        ...
-
-    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
-        """Launch it, and the kernel over `count` tensors after it, as one launch."""
-        ...
-
-
 @dataclass(frozen=True)
 class Tiling:
     """The tiling of a sweep over elements: elements per tile, and warps that share a tile."""
@@ -73,11 +60,12 @@ class KernelSet:
             # A tile holds whole blocks.
             self.tiling = tiling = replace(tiling, block=max(tiling.block, blockwise.SIZE))
         self.segments = plan_segments(program)
+        name = "".join(c if c.isalnum() else "_" for c in program.name)
         self.kernels: list[Kernel] = [
             write_kernel(
                 program,
                 segment,
-                name=f"{_identifier(program.name)}_{segment.shape.value}_{segment.round}",
+                name=f"{name}_{segment.shape.value}_{segment.round}",
                 block=tiling.block if segment.shape is Shape.PER_ELEMENT else LANES,
             )
             for segment in self.segments
@@ -87,10 +75,6 @@ class KernelSet:
         self.is_seeded = any(step.name == "stochastic_round" for step in program.instructions)
         self.are_compiled = False
         """True once `compile_together` has handled these kernels."""
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 @dataclass(frozen=True)
@@ -107,14 +91,7 @@ class TileMap:
 
     @staticmethod
     def of(sizes: Integers, part: int, min_parts: int, device: torch.device) -> TileMap:
-        """Cut tensors into parts.
-
-        Args:
-            sizes: elements of each.
-            part: elements a part.
-            min_parts: parts of a tensor without elements.
-            device: where to put the entries.
-        """
+        """Cut tensors into parts of `part` elements, each into `min_parts` or more."""
         parts = np.maximum(-(-sizes // part), min_parts)
         first = np.cumsum(parts) - parts
         total = int(parts.sum())
@@ -146,6 +123,8 @@ class Grid:
     ) -> None:
         self.kernels, self.device, self.exchange = kernels, device, exchange
         self._matrices = self._matrix_rows(sizes, matrices)
+        # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
+        self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
         self._launchers: dict[int, Launch] = {}
         self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
         self.count = len(sizes)
@@ -154,7 +133,7 @@ class Grid:
         self.tiles = TileMap.of(self.sizes, block, 0, device)
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
-            is_large = self.tiles.total >= ROUNDS * MIN_PROGRAMS * _multiprocessors(device)
+            is_large = device.type == "cpu" or self.tiles.total >= ROUNDS * MIN_PROGRAMS * multiprocessors(device)
             self.rounds = ROUNDS if is_large else 1
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
@@ -199,11 +178,7 @@ class Grid:
         return to_device(self.rows(pointers), self.device)
 
     def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
-        """The pointer table (`segment_writer` documents its rows).
-
-        Args:
-            pointers: for each parameter, the address of its part of each tensor; zeros for one on the host.
-        """
+        """The pointer table (`segment_writer` documents its rows)."""
         addresses = np.asarray(pointers, dtype=np.int64).reshape(len(pointers), self.count)
         aligned = self.is_aligned(addresses)
         matrices = np.asarray(self._matrices, dtype=np.int64).reshape(-1, self.count)
@@ -228,7 +203,6 @@ class Grid:
         outputs: Sequence[Tensor],
         stream: int,
         workspace: int,
-        prelude: Prelude | None = None,
     ) -> None:
         """Run every kernel of the program once.
 
@@ -239,18 +213,11 @@ class Grid:
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: the CUDA stream to launch on, the current one, as a number.
             workspace: which workspace to use; launches that may run at the same time want different ones.
-            prelude: a launch to make before.
         """
         rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
             tile_map, constants = self._tile_map(kernel)
             arenas = [outputs[k] for k in kernel.segment.outputs]
-            if prelude is not None:
-                pending, prelude = prelude, None
-                if kernel.lanes is not None and not arenas:
-                    pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
-                    continue
-                pending.launch()
             arguments = (table, tile_map.address, *rest, *arenas, *constants)
             launch = self._launchers.get(number)
             if launch is not None:
@@ -276,10 +243,7 @@ class Grid:
         addresses = [tile_map.address] * len(ADDRESSED)  # Triton sees only their type
         outputs = [self.kernels.program.value(self.kernels.program.outputs[k]).dtype for k in kernel.segment.outputs]
         arguments = (*addresses, self.count, self.chunks.total, *outputs, *constants)
-        kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options())
-
-    def _options(self) -> dict[str, bool]:
-        return _PRECISE if self.device.type == "cuda" else {}
+        kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options)
 
     def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
         """Combine the reductions of this sweep with those of other processes."""
@@ -297,7 +261,7 @@ class Grid:
         programs = self.programs(kernel)
         if not programs:
             return
-        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options())
+        compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options)
         if compiled is not None:
             self._launchers[number] = prepare_launch(compiled, programs)
 
@@ -308,9 +272,6 @@ def compile_together(grids: Sequence[Grid]) -> None:
 
     Triton releases Python's lock for most of the 0.2 s that a kernel takes, so a step over parameters of several dtypes
     is ready nearly as soon as one over a single dtype.
-
-    Args:
-        grids: the grids of one call.
     """
     grids = [grid for grid in grids if grid.device.type == "cuda" and not grid.kernels.are_compiled]
     kernels = [(grid, kernel) for grid in grids for kernel in grid.kernels.kernels if grid.programs(kernel)]
@@ -328,15 +289,6 @@ def compile_together(grids: Sequence[Grid]) -> None:
     if len(kernels) > 1:
         # In a context without the caller's own AsyncCompileMode: Triton refuses a nested one.
         Context().run(compile_all)
-
-
-# Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
-_PRECISE = {"enable_reflect_ftz": False}
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 0 on a CPU, where the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def bits(numbers: Iterable[float], kinds: Iterable[type[float] | type[int]]) -> list[int]:

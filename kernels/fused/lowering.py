@@ -38,18 +38,7 @@ FLOATS = HALF | {torch.float32, torch.float64}
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 DTYPES = FLOATS | INTEGERS | {torch.bool}
 
-TRITON_TYPES = {
-    torch.bfloat16: "tl.bfloat16",
-    torch.float16: "tl.float16",
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-    torch.uint8: "tl.uint8",
-    torch.int8: "tl.int8",
-    torch.int16: "tl.int16",
-    torch.int32: "tl.int32",
-    torch.int64: "tl.int64",
-    torch.bool: "tl.int1",
-}
+TRITON_TYPES = {dtype: str(dtype).replace("torch.", "tl.") for dtype in DTYPES} | {torch.bool: "tl.int1"}
 
 
 def _call(name: str) -> Template:
@@ -107,11 +96,14 @@ def _divide(a: Text, b: Text, rounding: Text = ABSENT) -> str:
 
 _ROUNDED_DIVISIONS = {"None": "div", "'floor'": "floor_divide", "'trunc'": "trunc_divide"}
 
+_NAMES = "mul eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor".split()
+_SIGNS = "* == != < <= > >= & | ^".split()
+
 _SHARED: dict[str, Template] = {
     "add": _add,
     "sub": _sub,
     "rsub": lambda a, b, alpha="1": _sub(b, a, alpha),
-    "mul": _format("({0} * {1})"),
+    **{name: _format(f"({{0}} {sign} {{1}})") for name, sign in zip(_NAMES, _SIGNS, strict=True)},
     "neg": _format("(-{0})"),
     "maximum": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
     "minimum": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
@@ -124,12 +116,6 @@ _SHARED: dict[str, Template] = {
     "abs": _format("tl.abs({0})"),
     "where": _format("tl.where({0}, {1}, {2})"),
     "masked_fill": _format("tl.where({1}, {2}, {0})"),
-    "eq": _format("({0} == {1})"),
-    "ne": _format("({0} != {1})"),
-    "lt": _format("({0} < {1})"),
-    "le": _format("({0} <= {1})"),
-    "gt": _format("({0} > {1})"),
-    "ge": _format("({0} >= {1})"),
     "addcmul": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'({a} * {b})', value)})",
     # Conversions and copies: the cast around the expression does everything.
     **dict.fromkeys(("_to_copy", "clone", "convert_element_type"), lambda x, *_: x),
@@ -180,9 +166,6 @@ _INTEGER: dict[str, Template] = {
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
     "fmod": _format("({0} % {1})"),
-    "bitwise_and": _format("({0} & {1})"),
-    "bitwise_or": _format("({0} | {1})"),
-    "bitwise_xor": _format("({0} ^ {1})"),
     "bitwise_not": _format("(~{0})"),
     "pow": lambda base, exponent: _SPECIAL_POWERS[exponent.literal].format(base),
 }

@@ -176,14 +176,7 @@ class _Planner:
 
 
 def plan_segments(program: Program) -> list[Segment]:
-    """The kernels of a program, in the order they run.
-
-    Args:
-        program: the computation on one element of every list.
-
-    Returns:
-        The segments; those that write nothing are left out.
-    """
+    """The kernels of a program, in the order they run."""
     return _Planner(program).plan()
 
 

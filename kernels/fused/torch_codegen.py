@@ -24,14 +24,7 @@ Run = Callable[[Sequence[Tensor], Sequence[float], Sequence[float | Tensor]], li
 
 
 def write_torch(program: Program) -> Run:
-    """Generate the function that does what `interpret` does for this program.
-
-    Args:
-        program: the computation on one element.
-
-    Returns:
-        A function of the tensors, the dynamic scalars, and the same as operands; it returns the outputs.
-    """
+    """Generate the function that does what `interpret` does for this program."""
     return _Writer(program).function()
 
 

@@ -51,13 +51,6 @@ def tuned_tiling(program: Program, device: torch.device) -> Tiling:
 
     With `SUBTENSORS_TUNE=1` in the environment, a program that was never measured is measured now.
 
-    Args:
-        program: the computation on one element of every list.
-        device: the device that it will run on.
-
-    Returns:
-        The tiling.
-
     Example:
         >>> tuned_tiling(Program("nothing", (), ()), torch.device("cpu"))
         Tiling(block=512, warps=2)
@@ -89,11 +82,6 @@ def tune(program: Program, device: torch.device, candidates: Sequence[Tiling] = 
     """Measure every candidate on scratch tensors, and keep the fastest for this and later processes.
 
     Without a GPU to measure on, or while a CUDA graph is being captured, nothing happens but a line in the log.
-
-    Args:
-        program: the computation on one element of every list.
-        device: the device to measure on.
-        candidates: the tilings to compare.
 
     Returns:
         The fastest; without a measurement the current tiling: an earlier choice or the default.
@@ -143,11 +131,6 @@ def measure(program: Program, device: torch.device, candidates: Sequence[Tiling]
     """Measure the time of one run of the program with each tiling.
 
     The candidates take turns, so that a drifting clock slows all of them down alike.
-
-    Args:
-        program: the computation on one element of every list.
-        device: the device to run it on, with scratch tensors.
-        candidates: the tilings.
 
     Returns:
         Seconds, the median of several timings of many launches each.

@@ -65,14 +65,7 @@ def tiling_file(key: str) -> Path | None:
 
 
 def tiling_row(program: Program, device: torch.device, best: Tiling, times: dict[Tiling, float]) -> dict[str, object]:
-    """Return the content of a cache file: the choice, the candidates, the date, and the device and versions.
-
-    Args:
-        program: the measured program.
-        device: the device on which it was measured.
-        best: the chosen tiling.
-        times: the seconds of each candidate.
-    """
+    """Return the content of a cache file: the choice, the candidates, the date, and the device and versions."""
     return {
         "block": best.block,
         "warps": best.warps,

@@ -110,13 +110,6 @@ def _run(
         fusion(*args, **kwargs)
 
 
-@torch.library.register_fake("subtensors::fused")  # type: ignore[untyped-decorator]
-def _fake(
-    signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
-) -> None:
-    return None
-
-
 torch.library.define(
     "subtensors::fused_lists", "(str signature, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
 )
@@ -128,9 +121,8 @@ def _run_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor]
     torch.ops.subtensors.fused(signature, 1, writes, reads, numbers)
 
 
-@torch.library.register_fake("subtensors::fused_lists")  # type: ignore[untyped-decorator]
-def _fake_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-    return None
+for _name in ("fused", "fused_lists"):
+    torch.library.register_fake(f"subtensors::{_name}")(lambda *_: None)
 
 
 @RULES.register(torch.ops.subtensors.fused_lists.default)
@@ -164,9 +156,7 @@ def _round(x: Tensor, salt: int = 0) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-@torch.library.register_fake("subtensors::stochastic_round")  # type: ignore[untyped-decorator]
-def _round_fake(x: Tensor, salt: int = 0) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bfloat16)
+torch.library.register_fake("subtensors::stochastic_round")(lambda x, salt=0: torch.empty_like(x, dtype=torch.bfloat16))
 
 
 def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:

@@ -19,11 +19,6 @@ from subtensors.lists.tensor_list import TensorList
 def call_opaque(key: int, values: Sequence[PyTree], names: tuple[str | None, ...]) -> bool:
     """Put one fused call into the graph being traced.
 
-    Args:
-        key: the number of the fused function.
-        values: its arguments.
-        names: the keyword of each; None for a positional one.
-
     Returns:
         False, having done nothing, when the math returns tensors or an argument is nested.
     """

@@ -82,10 +82,6 @@ class Fused(Generic[P, R]):
         The arguments are neither read nor written: measurements run on scratch tensors. It takes about a second on a
         GPU, and does nothing without one.
 
-        Args:
-            args: as for a call.
-            kwargs: as for a call.
-
         Returns:
             For each device and program that the call runs there, its tiling.
 
@@ -128,12 +124,7 @@ def bound_to(method: Fused[P, R], instance: object) -> Fused[..., R]:
 
 
 class BoundFused(Fused[P, R]):
-    """Fused math that is a method of one object.
-
-    Args:
-        method: the function of its class.
-        instance: the object.
-    """
+    """Fused math that is a method of one object."""
 
     def __init__(self, method: Fused[..., R], instance: object) -> None:
         super().__init__(types.MethodType(method.function, instance))

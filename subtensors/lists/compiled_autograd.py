@@ -89,10 +89,6 @@ def list_requires_grad(x: Tensor) -> bool:
 def check_connected(x: Tensor, joined: Sequence[Edge]) -> None:
     """Check that the gradients of a list reach its elements.
 
-    Args:
-        x: the list.
-        joined: what `join_elements` connected it to; empty before its first call.
-
     Raises:
         RuleError: an autograd.Function returned the list, whose elements do not know of it.
     """
@@ -115,11 +111,6 @@ def mark_requires_grad(x: Tensor, elements: Sequence[Tensor]) -> None:
 def join_elements(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge]) -> list[Edge] | None:
     """Connect a list to its elements in the autograd graph, unless it is connected to them already.
 
-    Args:
-        x: the list.
-        elements: its elements.
-        joined: what the last call returned; empty before the first.
-
     Returns:
         What the list is connected to; None if that is impossible: its first element holds no floats, or one is a tensor
         of a subclass.
@@ -137,10 +128,6 @@ def join_elements(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge])
 
 def split_elements(x: Tensor, is_unconnected: bool) -> list[Tensor] | None:
     """Return aliases, which autograd tracks, of the tensors that a traced list stores.
-
-    Args:
-        x: the list.
-        is_unconnected: true if it can't be connected to elements that require grad.
 
     Returns:
         The aliases; None if the list does not require grad.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import NoReturn
 
 import torch
@@ -12,42 +12,27 @@ Metadata = tuple[torch.dtype, torch.device, torch.Size]
 """The part of a tensor that a repr shows."""
 
 
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A conversion that a list refuses."""
+
+    def refuse(self: Sized, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"a TensorList of {len(self)} tensors has no single {what}; ask its elements one by one")
+
+    return refuse
+
+
 class NoSingleValue:
     """A base class that precedes `torch.Tensor`, and refuses conversions to bool, numbers and arrays."""
 
     __hash__ = object.__hash__
     __format__ = object.__format__
     __dir__ = object.__dir__
-
-    def __bool__(self) -> bool:
-        self._refuse("truth value")
-
-    def __int__(self) -> int:
-        self._refuse("int")
-
-    def __float__(self) -> float:
-        self._refuse("float")
-
-    def __complex__(self) -> complex:
-        self._refuse("complex")
-
-    def __index__(self) -> int:
-        self._refuse("index")
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._refuse("numpy array")
-
-    def _refuse(self, what: str) -> NoReturn:
-        count = len(self)  # type: ignore[arg-type]  # of the class that this is mixed into
-        raise TypeError(f"a TensorList of {count} tensors has no single {what}; ask its elements one by one")
+    __bool__, __int__, __float__ = _refused("truth value"), _refused("int"), _refused("float")
+    __complex__, __index__, __array__ = _refused("complex"), _refused("index"), _refused("numpy array")
 
 
 def describe(elements: Sequence[Metadata], flats: int) -> str:
     """Describe a list in one line.
-
-    Args:
-        elements: the metadata of each element.
-        flats: the number of flats of a packed list; 0 for another.
 
     >>> describe([(torch.float32, torch.device("cpu"), torch.Size([3]))] * 2, flats=1)
     'TensorList(2 tensors, 6 values: 2 x float32[3] cpu; packed in 1 flat)'

@@ -125,14 +125,7 @@ def _as_real(tensor: Tensor, norm_type: float) -> Tensor:
 
 @functools.cache
 def _norm(order: float) -> FusedFunction:
-    def norm(x: Tensor) -> object:
-        return torch.linalg.vector_norm(x, order)
-
-    return FusedFunction(norm)
+    return FusedFunction(lambda x: torch.linalg.vector_norm(x, order))
 
 
-def _scale_gradient(gradient: Tensor, coefficient: Tensor) -> None:
-    gradient.mul_(coefficient)
-
-
-_scale = FusedFunction(_scale_gradient)
+_scale = FusedFunction(lambda gradient, coefficient: gradient.mul_(coefficient))

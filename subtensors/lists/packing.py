@@ -10,7 +10,8 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 import optree
@@ -25,53 +26,42 @@ from subtensors.lists.tree_structure import leaf_name
 _ALIGNMENT = 64
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedLayout:
-    """The place of each element in the flats; equal layouts are one object, so that `is` compares them.
-
-    Args:
-        treespec: the structure of the list.
-        shapes: the shape of each element.
-        strides: the strides of each element, in values.
-        groups: the index of the flat that each element lies in.
-        offsets: the offset of each element in its flat, in values.
-        sizes: the number of values of each flat.
-    """
-
-    _layouts: ClassVar[WeakValueDictionary[tuple[Hashable, ...], PackedLayout]] = WeakValueDictionary()
+    """The place of each element in the flats; equal layouts are one object (`unique`), so that `is` compares them."""
 
     treespec: optree.PyTreeSpec
+    """The structure of the list."""
     shapes: tuple[torch.Size, ...]
     strides: tuple[tuple[int, ...], ...]
+    """The strides of each element, in values."""
     groups: tuple[int, ...]
+    """The index of the flat that each element lies in."""
     offsets: tuple[int, ...]
+    """The offset of each element in its flat, in values."""
     sizes: tuple[int, ...]
+    """The number of values of each flat."""
 
-    def __new__(
-        cls,
-        treespec: optree.PyTreeSpec,
-        shapes: tuple[torch.Size, ...],
-        strides: tuple[tuple[int, ...], ...],
-        groups: tuple[int, ...],
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-    ) -> PackedLayout:
-        """Return the one layout with these fields."""
-        key = (treespec, shapes, strides, groups, offsets, sizes)
-        layout = cls._layouts.get(key)
-        if layout is None:
-            layout = super().__new__(cls)
-            layout.treespec, layout.shapes, layout.strides, layout.groups, layout.offsets, layout.sizes = key
-            layout.has_scalars = any(not shape for shape in shapes)
-            starts = [(g, o) for g, o, s in zip(groups, offsets, shapes, strict=True) if s.numel()]
-            layout.has_ties = len(set(starts)) < len(starts)
-            cls._layouts[key] = layout
-        return layout
+    def unique(self) -> PackedLayout:
+        """Return the one layout that equals this one."""
+        return _layouts.setdefault(self._fields(), self)
 
-    has_scalars: bool
-    has_ties: bool
+    @cached_property
+    def has_scalars(self) -> bool:
+        """Return whether an element is 0-d."""
+        return any(not shape for shape in self.shapes)
 
-    def __reduce__(self) -> tuple[type[PackedLayout], tuple[object, ...]]:
-        return PackedLayout, (self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes)
+    @cached_property
+    def has_ties(self) -> bool:
+        """Return whether an element occurs twice."""
+        starts = [(g, o) for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True) if s.numel()]
+        return len(set(starts)) < len(starts)
+
+    def _fields(self) -> tuple[Hashable, ...]:
+        return self.treespec, self.shapes, self.strides, self.groups, self.offsets, self.sizes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unique_layout, self._fields()
 
     def __copy__(self) -> PackedLayout:
         return self
@@ -84,7 +74,7 @@ class PackedLayout:
 
     def stable_hash(self) -> str:
         """Return a hash of the layout that is the same in every process."""
-        parts = (str(self.treespec), self.shapes, self.strides, self.groups, self.offsets, self.sizes)
+        parts = (str(self.treespec), *self._fields()[1:])
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def view(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,12 +95,15 @@ class PackedLayout:
         return [(flats[g].dtype, flats[g].device, shape) for g, shape in zip(self.groups, self.shapes, strict=True)]
 
 
+_layouts: WeakValueDictionary[tuple[Hashable, ...], PackedLayout] = WeakValueDictionary()
+
+
+def _unique_layout(*fields: object) -> PackedLayout:
+    return PackedLayout(*fields).unique()  # type: ignore[arg-type]
+
+
 class ElementAddresses:
     """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
-
-    Args:
-        layout: of the elements in the flats.
-        flats: of the list.
 
     Example:
         >>> import optree
@@ -151,13 +144,6 @@ class ElementAddresses:
 def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
     """Move the tensors into one new flat per device and dtype; each becomes a view of its place there.
 
-    Args:
-        tensors: strided tensors; the same tensor may occur several times.
-        treespec: their structure.
-
-    Returns:
-        The flats and the layout.
-
     Raises:
         ValueError: two elements overlap in memory without being the same, or one is not a strided torch tensor.
     """
@@ -187,7 +173,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
         # empty_like keeps dense strides, and makes others dense in the same order, as a pointwise op does.
         strides = tuple(torch.empty_like(t, device="meta").stride() for t in tensors)
         shapes = tuple(t.shape for t in tensors)
-        layout = PackedLayout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes))
+        layout = PackedLayout(treespec, shapes, strides, tuple(groups), tuple(offsets), tuple(sizes)).unique()
         places = layout.view(flats)
         for place, t in zip(places, tensors, strict=True):
             place.copy_(t)

@@ -69,10 +69,6 @@ def check_elements(tensors: object, count: int, list_type: type[torch.Tensor]) -
 def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[torch.Tensor], optree.PyTreeSpec]:
     """Return a pytree's tensors in order and its structure.
 
-    Args:
-        tree: a pytree of tensors.
-        list_type: TensorList, a type that no leaf may have.
-
     Raises:
         TypeError: a leaf is not one tensor; the message names its path.
         ValueError: a container holds itself.
@@ -146,10 +142,6 @@ def indexes_each(key: object) -> bool:
 
 def select_leaves(spec: optree.PyTreeSpec, key: object) -> tuple[slice, optree.PyTreeSpec]:
     """Return the leaves that a slice or path selects, as a slice, and their structure, a leaf's for one element.
-
-    Args:
-        spec: the structure of a list.
-        key: a slice, or a key of the outermost container, or a tuple of keys, from the outermost to the innermost.
 
     Raises:
         KeyError: the list has no such path; the message names the part that is missing.

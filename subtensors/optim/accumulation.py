@@ -42,11 +42,6 @@ def start(group: Group, first: Mapping[str, object]) -> None:
 def take_pass(groups: Groups, update: Callable[[], None], has_scaler: bool) -> None:
     """Count a pass, and update if it is the last one.
 
-    Args:
-        groups: the parameter groups.
-        update: reads in each group how many passes there were.
-        has_scaler: whether a GradScaler takes the step.
-
     Raises:
         RuntimeError: a GradScaler takes it.
     """
@@ -95,7 +90,9 @@ def restore_gradients(groups: Groups, state: States, was_underway: bool, name: s
     if (saved and is_underway(groups)) or was_underway:
         for p in params:
             _set_gradient(p, saved.get(p) if is_underway(groups) else None, in_place)
-    if is_underway(groups) and not saved and not any(map(_has_values if in_place else _has_gradient, params)):
+    # One that is written in place is always there, and may hold nothing.
+    has_gradients = any(p.grad is not None and (not in_place or bool(p.grad.any())) for p in params)
+    if is_underway(groups) and not saved and not has_gradients:
         warnings.warn(
             f"{name}: the loaded state was saved after {groups[0][PASSES]} of {groups[0].get('accumulate', 1)} passes, "
             "and their gradients were not: a new accumulation starts. Save after an update, or load where the "
@@ -105,15 +102,6 @@ def restore_gradients(groups: Groups, state: States, was_underway: bool, name: s
         _set_passes(groups, 0)
 
 
-def _has_gradient(p: Tensor) -> bool:
-    return p.grad is not None
-
-
-def _has_values(p: Tensor) -> bool:
-    """Return whether a gradient that is always there holds anything."""
-    return p.grad is not None and bool(p.grad.any())
-
-
 def _set_passes(groups: Groups, count: int) -> None:
     for group in groups:
         group[PASSES] = count
@@ -121,9 +109,6 @@ def _set_passes(groups: Groups, count: int) -> None:
 
 def _set_gradient(p: Tensor, gradient: Tensor | None, in_place: bool) -> None:
     if in_place and p.grad is not None:
-        if gradient is None:
-            p.grad.zero_()
-        else:
-            p.grad.copy_(gradient)
+        p.grad.zero_() if gradient is None else p.grad.copy_(gradient)
     else:
         p.grad = None if gradient is None else gradient.detach().to(p.device, copy=True)

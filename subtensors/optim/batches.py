@@ -74,6 +74,8 @@ class Batch:
         self.shards = LocalShards(self.params) if self.sees_shards else None
         self.holds_parameters = False
         """True once `hold_parameters` was called."""
+        self.squares: tuple[TensorColumn, TensorColumn] | None = None
+        """Memory for the sum of the squares of each gradient, once there is some: 0-d tensors, and all as one."""
         self._views: list[Tensor] = []
         self._last_options: list[object] = []
         self._last_call: FusedCall | None = None
@@ -112,13 +114,7 @@ class Batch:
         return TensorColumn(own, like=self.params if self.has_plain_gradients else None)
 
     def new_call(self, options: list[object], gradients: TensorColumn, *arguments: object) -> FusedCall:
-        """The fused call of a step.
-
-        Args:
-            options: the values that the arguments were made of; `repeated_call` compares them by identity.
-            gradients: the gradients of these parameters.
-            arguments: the arguments that follow the state.
-        """
+        """The fused call of a step."""
         params = self.params if self.shards is None else self.shards.own
         params = as_real(params) if self.is_complex else params
         call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})
@@ -150,14 +146,7 @@ def _has_plain_gradient(p: Tensor) -> bool:
 
 
 class GroupBatches:
-    """The batches of one parameter group, and the facts that they depend on.
-
-    Args:
-        group: the group.
-        without_gradient: the positions of the parameters without a gradient.
-        entries: the state entries that the group needs.
-        batches: the batches.
-    """
+    """The batches of one parameter group, and the facts that they depend on."""
 
     def __init__(
         self, group: dict[str, Any], without_gradient: list[int], entries: tuple[str, ...], batches: list[Batch]
@@ -175,12 +164,7 @@ class GroupBatches:
         return len(group) == len(self._values) and all(map(is_, group.values(), self._values))
 
     def accept(self, group: ParamGroup, entries: tuple[str, ...]) -> bool:
-        """Return whether the group still has the state of these batches, and remember its values if it does.
-
-        Args:
-            group: the group as it is now.
-            entries: the state entries that it now needs.
-        """
+        """Return whether the group still has the state of these batches, and remember its values if it does."""
         if entries != self.entries or _storage_options(group) != self._storage:
             return False
         # The same object is the same value only if it is immutable.
@@ -220,14 +204,7 @@ def as_real(tensors: Iterable[Tensor], is_fixed: bool = False) -> TensorColumn:
 
 
 def column_of(states: Sequence[Entry], entry: str, dtype: torch.dtype | None, sees_shards: bool) -> StateColumn:
-    """One entry of several parameters' states as the argument of a step.
-
-    Args:
-        states: the states.
-        entry: the name of the entry.
-        dtype: its `low_bit_dtype`.
-        sees_shards: take the local shards of DTensors.
-    """
+    """One entry of several parameters' states as the argument of a step."""
     tensors = [state[entry] for state in states]
     column = as_real(map(shard, tensors) if sees_shards else tensors, is_fixed=True)
     if dtype == torch.bfloat16:

@@ -7,21 +7,9 @@ from typing import Unpack
 
 import torch
 
-from subtensors.optim.algorithms.adafactor import Adafactor
-from subtensors.optim.algorithms.adam import Adam, AdamW
-from subtensors.optim.algorithms.adam_variants import Adamax, NAdam, RAdam
-from subtensors.optim.algorithms.adaptive_rates import Adadelta, Adagrad, RMSprop
-from subtensors.optim.algorithms.muon import Muon
-from subtensors.optim.algorithms.sgd import ASGD, SGD
-from subtensors.optim.algorithms.sign_steps import Rprop
+from subtensors.optim.hyperparameters import COUNTERPARTS
 from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import Options, group_options
-
-_COUNTERPARTS: dict[str, type[Optimizer]] = {
-    cls.__name__: cls
-    for cls in (ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Muon, NAdam, RAdam, RMSprop, Rprop)
-}
-"""The classes here that torch.optim has, too, by their name."""
 
 
 def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Optimizer:
@@ -53,7 +41,14 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
         >>> type(ours).__name__, w.detach(), int(ours.state[w]["step"])
         ('Adam', tensor([0.5000, 0.5000]), 2)
     """
-    cls = _counterpart(type(optimizer))
+    kind = type(optimizer)
+    if kind not in COUNTERPARTS:
+        known = ", ".join(sorted(peer.__name__ for peer in COUNTERPARTS))
+        raise TypeError(
+            f"convert takes an instance of one of torch.optim's {known}; "
+            f"got one of {kind.__module__}.{kind.__qualname__}"
+        )
+    cls: Callable[..., Optimizer] = COUNTERPARTS[kind]
     given = group_options(options)
     groups = [{**group, **given} for group in optimizer.param_groups]
     # What a scheduler has made of a number may be out of range, and is loaded as it is.
@@ -65,14 +60,3 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
         group.update({name: value for name, value in values.items() if name != "params"})
         converted._check(group)
     return converted
-
-
-def _counterpart(cls: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
-    """The class here with the name of torch's."""
-    if cls.__name__ in _COUNTERPARTS and getattr(torch.optim, cls.__name__, None) is cls:
-        return _COUNTERPARTS[cls.__name__]
-    shared = [name for name in _COUNTERPARTS if hasattr(torch.optim, name)]
-    raise TypeError(
-        f"convert takes an instance of one of torch.optim's {', '.join(shared)}; "
-        f"got one of {cls.__module__}.{cls.__qualname__}"
-    )

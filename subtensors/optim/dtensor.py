@@ -34,12 +34,7 @@ class Sharding(NamedTuple):
         return any(self.mesh.size(i) > 1 for i in range(self.mesh.ndim) if i not in self.dims)
 
     def all_reduce(self, results: Tensor, kind: str = "sum") -> None:
-        """Combine the results of all shards into results for the full tensors, on each process.
-
-        Args:
-            results: the results for this process's shards; written in place.
-            kind: "sum", "prod", "amax" or "amin".
-        """
+        """Combine the results of all shards ("sum", "prod", "amax" or "amin"), in place and on each process."""
         for dim in self.dims:
             torch.distributed.all_reduce(results, op=_REDUCE_OPS[kind], group=self.mesh.get_group(dim))
 
@@ -90,11 +85,7 @@ def write_part(t: DTensor, value: Tensor) -> None:
 
 
 class LocalShards:
-    """The local shards of parameters and of their gradients, as columns that are kept while the shards don't change.
-
-    Args:
-        params: DTensors.
-    """
+    """The local shards of DTensors and of their gradients, as columns that are kept while the shards don't change."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params

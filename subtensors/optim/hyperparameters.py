@@ -35,6 +35,9 @@ COMMON: dict[str, Range] = {
 }
 """The ranges of hyperparameters that many optimizers have; of several numbers, each is in it."""
 
+COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
+"""The classes here that torch.optim has, too, by torch's."""
+
 Values = dict[str, Any]
 """Hyperparameters by name."""
 
@@ -58,12 +61,12 @@ class Accepted:
     def __init__(self, peer: type[torch.optim.Optimizer] | None = None, **ranges: Range) -> None:
         self.peer, self.ranges = peer, ranges if peer else COMMON | ranges
 
-    def complete(self, values: Values) -> Values:
-        """Return these values, and torch's defaults for those that are missing.
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self.peer is not None:
+            COUNTERPARTS[self.peer] = owner
 
-        Raises:
-            ValueError: one is out of its range.
-        """
+    def complete(self, values: Values) -> Values:
+        """Return these values, and torch's defaults for those that are missing."""
         for name in self.ranges.keys() & values.keys():
             check_range(name, values[name], self.ranges[name])
         if self.peer is None:
@@ -84,12 +87,7 @@ def hyperparameters(arguments: Values) -> Values:
 
 
 def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
-    """The hyperparameters that are numbers, and how many: more than 1 for a tuple of them.
-
-    Args:
-        cls: the class of an optimizer.
-        update: its update.
-    """
+    """The hyperparameters that are numbers, and how many: more than 1 for a tuple of them."""
     counts: dict[str, int] = {}
     # The constructor of a subclass may hand on `**kwargs` to the one that names them.
     constructors = [vars(owner)["__init__"] for owner in cls.__mro__ if "__init__" in vars(owner)]
@@ -106,11 +104,6 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
 
 def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
-
-    Args:
-        values: hyperparameters by name.
-        counts: which are numbers (`number_counts`); None is left to the class.
-        accepted: what else the class says, if anything; with it, a hyperparameter of several numbers has a fixed count.
 
     Raises:
         TypeError: a value is not a number, or a tuple of them.

@@ -49,11 +49,6 @@ class StochasticallyRounded(NamedTuple, Generic[T]):
 def check_state_dtype(name: str, state_dtype: object, low_bit: Mapping[str, bool]) -> None:
     """Refuse a `state_dtype` that no state can be kept in.
 
-    Args:
-        name: the name of the optimizer.
-        state_dtype: the option of a group.
-        low_bit: the entries of the optimizer that tolerate it.
-
     Raises:
         ValueError: another value than None, "int8" and torch.bfloat16, or an optimizer without such entries.
     """
@@ -65,11 +60,6 @@ def check_state_dtype(name: str, state_dtype: object, low_bit: Mapping[str, bool
 
 def check_sharded_dtypes(dtypes: Collection[torch.dtype | None], sees_shards: bool, is_replicated: bool) -> None:
     """Refuse low-bit dtypes that the state of a sharded parameter can't have.
-
-    Args:
-        dtypes: the dtypes of its entries (`low_bit_dtype`).
-        sees_shards: whether the step runs on the local shards.
-        is_replicated: whether several processes hold the same shard.
 
     Raises:
         RuleError: codes for a step that needs full tensors, or random bits that would differ between processes.
@@ -89,12 +79,6 @@ def check_sharded_dtypes(dtypes: Collection[torch.dtype | None], sees_shards: bo
 def low_bit_dtype(entry: str, p: Tensor, group: ParamGroup, low_bit: Mapping[str, bool]) -> torch.dtype | None:
     """The low-bit dtype that a state entry of this parameter is stored in.
 
-    Args:
-        entry: the name of the entry.
-        p: the parameter.
-        group: its group.
-        low_bit: the entries that may be kept in fewer bits, and whether each is signed.
-
     Returns:
         int8 or uint8 for codes, bfloat16, or None for the dtype that the entry is computed in.
     """
@@ -104,15 +88,6 @@ def low_bit_dtype(entry: str, p: Tensor, group: ParamGroup, low_bit: Mapping[str
     if state_dtype == "int8":
         return (torch.int8 if low_bit[entry] else torch.uint8) if p.numel() >= MIN_QUANTIZED_NUMEL else None
     return torch.bfloat16
-
-
-def low_bit_dtypes(
-    entries: tuple[str, ...], p: Tensor, group: ParamGroup, low_bit: Mapping[str, bool]
-) -> tuple[torch.dtype | None, ...]:
-    """The `low_bit_dtype` of each of these entries."""
-    if group.get("state_dtype") is None:
-        return (None,) * len(entries)
-    return tuple([low_bit_dtype(entry, p, group, low_bit) for entry in entries])
 
 
 def convert_entry(state: Entry, name: str, dtype: torch.dtype | None) -> None:

@@ -36,7 +36,7 @@ from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.hyperparameters import Accepted, checked_values
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import PASSES, TORCH_OPTIONS, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updater = self._new_updater()
         # Torch would take a list, which is a Tensor, for one parameter.
         params = params.tensors if isinstance(params, TensorList) else params
-        given = defaults | {name: x for name, x in options.items() if name in TORCH_OPTIONS}
+        given = defaults | {name: x for name, x in options.items() if name in TORCH_DEFAULTS}
         checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(params, checked | group_options(options))
         self.state = States()
@@ -221,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and not self._accumulates()
+            and not accumulation.accumulates(self.param_groups)
             and self._capture.try_fast_replay(self)
         ):
             return None
@@ -240,14 +240,11 @@ class Optimizer(torch.optim.Optimizer):
         if not self.state and is_checkpoint_step(self.param_groups):
             make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
             self._is_provisional = True
-        elif self._accumulates():
+        elif accumulation.accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()
         return loss
-
-    def _accumulates(self) -> bool:
-        return "accumulate" in self.param_groups[0] or PASSES in self.param_groups[0]
 
     def _update_all(self) -> None:
         if self._capture is None or not self._capture.take_step(self):
@@ -405,4 +402,5 @@ class Optimizer(torch.optim.Optimizer):
         name = type(self).__name__
         check_options(name, group, self.param_groups[0])
         check_state_dtype(name, group.get("state_dtype"), self.low_bit)
-        self._declaration.check_required(name, group)
+        if missing := self._declaration.required - set(group):
+            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")

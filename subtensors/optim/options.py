@@ -62,23 +62,13 @@ class Options(OwnOptions, total=False):
     differentiable: bool
 
 
-DEFAULTS: Options = {
-    "master_weights": False,
-    "state_dtype": None,
-    "max_norm": None,
-    "accumulate": 1,
-    "ema": None,
-    "graph": False,
-    "arena": None,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "fused": None,
-    "differentiable": False,
-}
-
-TORCH_OPTIONS = ("maximize", "foreach", "capturable", "fused", "differentiable")
+TORCH_DEFAULTS = {"maximize": False, "foreach": None, "capturable": False, "fused": None, "differentiable": False}
 """The options that torch.optim's classes have among their hyperparameters."""
+
+_OWN = OwnOptions(
+    master_weights=False, state_dtype=None, max_norm=None, accumulate=1, ema=None, graph=False, arena=None
+)
+DEFAULTS: ParamGroup = {**_OWN, **TORCH_DEFAULTS}
 
 _OF_OPTIMIZER = {"graph", "arena"}
 """Options of the whole optimizer, which its groups don't hold."""
@@ -95,11 +85,6 @@ _RANGES = {"max_norm": "None or (0, inf]", "ema": "None or [0, 1]"}
 
 def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, object]) -> None:
     """Refuse options of a group that are out of range or not supported.
-
-    Args:
-        name: the name of the optimizer.
-        group: the parameter group.
-        first: the first group of the optimizer.
 
     Raises:
         ValueError: with the option and its value.
@@ -129,7 +114,7 @@ def group_options(options: Options) -> ParamGroup:
         TypeError: an option is not known.
         ValueError: one that is True or False, or an arena, is something else.
     """
-    given, defaults = cast(ParamGroup, options), cast(ParamGroup, DEFAULTS)
+    given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
     for name in ("master_weights", "graph"):
@@ -146,13 +131,7 @@ def group_options(options: Options) -> ParamGroup:
 
 
 def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Mapping[str, object]) -> None:
-    """Give a loaded group what it doesn't say: that stays as it was.
-
-    Args:
-        group: the loaded group; changed in place.
-        former: the group that it replaces; empty if there was none.
-        defaults: the defaults of the optimizer, for the hyperparameters that neither has.
-    """
+    """Give a loaded group what it doesn't say: that stays as it was."""
     for name, default in defaults.items():
         if name != "differentiable":  # torch adds it to the defaults of optimizers that never knew it
             group.setdefault(name, former.get(name, default))

@@ -65,10 +65,6 @@ class OptimizerRules(Protocol):
 class Declaration:
     """The state entries and hyperparameters of an optimizer class, read from its `state` and `update`.
 
-    Args:
-        cls: the class.
-        base: the class whose `init_state` and `applies_to` are the defaults.
-
     Raises:
         TypeError: `update` doesn't start with self, p and g, takes another entry than `state` declares, or takes the
             name of an option.
@@ -101,11 +97,6 @@ class Declaration:
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
 
-    def check_required(self, name: str, group: ParamGroup) -> None:
-        """Raise ValueError if a group of the optimizer of this name lacks a hyperparameter."""
-        if missing := self.required - set(group):
-            raise ValueError(f"{name}.update needs {sorted(missing)}, which the group {sorted(group)} lacks")
-
 
 def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
@@ -118,13 +109,6 @@ class StateFactory:
 
     It is made where state is to be created, and not kept: it refers to the optimizer, which should not wait for a
     garbage collection to be freed.
-
-    Args:
-        declaration: the declaration of the optimizer's class.
-        rules: the optimizer, for its hooks.
-        state: the optimizer's state, which new entries are put into.
-        arena: where state is made; None for memory of its own.
-        is_static: make it static, since captured steps replay its addresses.
     """
 
     def __init__(
@@ -194,15 +178,16 @@ class StateFactory:
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""
-        initializers = self.declaration.initializers
-        if name == "step" and name not in initializers:
-            return init_steps(params)
-        is_copy = name in (MASTER, AVERAGE)
-        init_together = _INIT_TOGETHER.get(torch.clone if is_copy else initializers[name])
-        if init_together is None or not (is_copy or not self.declaration.has_init_hook):
+        initializer = self.declaration.initializers.get(name)
+        if name == "step" and initializer is None:
+            count = torch.empty((), dtype=torch.float32, device=params[0].device)
+            return init_together([count] * len(params), count.dtype, are_copies=False)
+        is_known = initializer in (torch.zeros_like, torch.clone) and not self.declaration.has_init_hook
+        if not is_known and name not in (MASTER, AVERAGE):
             return [self.initial_value(p, name, has_master, group) for p in params]
         dtype = params[0].dtype
-        return init_together(params, torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype)
+        dtype = torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype
+        return init_together(params, dtype, are_copies=initializer is not torch.zeros_like)
 
     def _place(self, entry: Tensor) -> Tensor:
         """Move a state entry into the arena, or make it static where it is; return it unchanged if neither is due."""
@@ -230,48 +215,20 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
 
     State lives as long as the model. In the blocks that the first backward left in the cache, it would break up
     segments that the next backward, or a graph's memory, needs as one.
-
-    Args:
-        params: parameters of one device.
-        entries: the number of entries of each.
     """
     nbytes = entries * sum(p.nbytes for p in params)
     if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES and not deferred_finalizers.is_capturing():
         torch.cuda.empty_cache()
 
 
-def init_steps(params: Sequence[Tensor]) -> list[Tensor]:
-    """A 0-d float32 zero for each parameter, all on one device."""
-    first = torch.empty((), dtype=torch.float32, device=params[0].device)
-    made = [torch.empty_like(first) for _ in params]
-    torch._foreach_zero_(made)
-    return made
-
-
-def init_zeros(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of each parameter's size and strides.
-
-    Args:
-        params: parameters of one device and dtype.
-        dtype: the dtype of the zeros.
-    """
+def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:
+    """A tensor of each parameter's size and strides, zero or a copy; the parameters share a device and dtype."""
     made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_zero_(made)
+    if are_copies:
+        torch._foreach_copy_(made, [p.detach() for p in params])
+    else:
+        torch._foreach_zero_(made)
     return made
-
-
-def init_copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A copy of each parameter; arguments as in `init_zeros`."""
-    made = [torch.empty_like(p, dtype=dtype) for p in params]
-    torch._foreach_copy_(made, [p.detach() for p in params])
-    return made
-
-
-_INIT_TOGETHER: dict[Initializer, Callable[[Sequence[Tensor], torch.dtype], list[Tensor]]] = {
-    torch.zeros_like: init_zeros,
-    torch.clone: init_copies,
-}
-"""Functions that initialize an entry of many parameters, by the function that `state` declares for it."""
 
 
 @contextmanager

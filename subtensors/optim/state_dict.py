@@ -51,12 +51,7 @@ class SavedOptimizer(SteppedOptimizer, Protocol):
 
 
 def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
-    """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves.
-
-    Args:
-        optimizer: the optimizer.
-        make: torch's `state_dict` of it.
-    """
+    """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves."""
     if is_provisional := optimizer._is_provisional:
         drop_state(optimizer)
         make_state(optimizer.param_groups, optimizer._updater.state_factory(optimizer))
@@ -132,7 +127,7 @@ def loading(optimizer: SavedOptimizer) -> Iterator[None]:
 def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     """Wrap the state of each parameter."""
     declaration, state = optimizer._declaration, saved["state"]
-    foreign = _entries_of_others(declaration)
+    foreign = ENTRIES - set(declaration.entries) - _SHARED  # that other classes declare, and this one does not
     for value in state.values():
         if isinstance(value, Mapping):
             _check_names(set(value), set(declaration.entries), foreign)
@@ -196,11 +191,6 @@ def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
 
 _SHARED = {"step", MASTER, AVERAGE, GRADIENT}
 """Entries by which no optimizer is known."""
-
-
-def _entries_of_others(declaration: Declaration) -> set[str]:
-    """The entries that other classes declare, and this one does not."""
-    return ENTRIES - set(declaration.entries) - _SHARED
 
 
 def _check_names(saved: set[str], declared: set[str], foreign: set[str]) -> None:

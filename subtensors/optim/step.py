@@ -21,13 +21,12 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import dynamo, ops
-from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
-from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
@@ -45,12 +44,6 @@ def with_hooks(step: Step) -> Step:
 
     `torch.optim.Optimizer` wraps the step of every class in a profiler range and in the calls of its hooks. For an
     optimizer with few parameters those take longer than the rest of the step.
-
-    Args:
-        step: the method.
-
-    Returns:
-        The method, marked so that torch does not wrap it again.
     """
     observed = torch.optim.Optimizer.profile_hook_step(step)
 
@@ -68,8 +61,8 @@ def with_hooks(step: Step) -> Step:
 class StepFunction(Protocol):
     """The function that a step calls with the columns of a batch: a `FusedFunction`, or a `ListStep`."""
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
-        """Update the parameters of a batch, after or with the prelude."""
+    def run(self, call: FusedCall) -> object:
+        """Update the parameters of a batch."""
         ...
 
     def read_values(self) -> tuple[object, ...]:
@@ -131,12 +124,11 @@ class Updater:
         groups = optimizer.param_groups
         gradients = self.gradients(groups)
         batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
-        prelude = None
         if any(group.get("max_norm") is not None for group in groups):
             if recording is not None:
                 recording.source = None
             pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
-            prelude = self.norm.take(pairs, self.is_fused)
+            self.norm.take(pairs)
         dynamic = current_scalars()
         for index, group in enumerate(groups):
             if recording is not None:
@@ -144,8 +136,7 @@ class Updater:
             if dynamic is not None:
                 dynamic.source = id(optimizer), index
             for batch in batches[index]:
-                self._update_batch(optimizer, group, batch, gradients[index], prelude)
-                prelude = None
+                self._update_batch(optimizer, group, batch, gradients[index])
         if dynamic is not None:
             dynamic.source = None
 
@@ -239,10 +230,8 @@ class Updater:
         has_kernels = device.type == "cuda" or interprets_kernels()
         return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
-    def _update_batch(
-        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
-    ) -> None:
-        """Update the parameters of a batch, after or with the prelude."""
+    def _update_batch(self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn) -> None:
+        """Update the parameters of a batch."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         options = [
             scale,
@@ -264,7 +253,7 @@ class Updater:
         )
         function = self.function if not batch.reduces_shards else self._shard_function(batch.sharding)
         try:
-            function.run(call, prelude)
+            function.run(call)
             if batch.sees_shards:
                 # The step wrote the local shards; autograd must be told that the DTensors were written.
                 torch.autograd.graph.increment_version(batch.params)
@@ -292,7 +281,7 @@ class Updater:
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
-            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
+            dtypes = tuple([low_bit_dtype(entry, p, group, self.declaration.low_bit) for entry in own])
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 

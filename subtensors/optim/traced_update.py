@@ -32,9 +32,6 @@ StepValues = dict[str, Any]
 def single_tensor_step(cls: type) -> Callable[..., None]:
     """The step of optimizer class `cls` for one tensor.
 
-    Args:
-        cls: a class with `update(self, p, g, *states, **hyperparameters)`.
-
     Returns:
         A function that writes the parameter, its master and its state entries in place.
     """
@@ -86,12 +83,7 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
 
 
 def refuse_lost_update(cls: type, watch: WriteWatch) -> None:
-    """Raise RuleError if an update, which is over, wrote nothing, or dropped what it computed for the parameter.
-
-    Args:
-        cls: the optimizer class.
-        watch: watches the parameter, and the state entries after it.
-    """
+    """Raise RuleError if an update, which is over, wrote nothing, or dropped what it computed for the parameter."""
     has_written = any(map(watch.has_written, range(len(watch.tensors))))
     if not has_written or (not watch.has_written(0) and watch.drops(0)):
         raise RuleError(

@@ -73,12 +73,7 @@ class _VersionedDict(dict[Any, Any]):
 
 
 class Entry(_VersionedDict):
-    """The state of one parameter: its tensors by name.
-
-    Args:
-        entries: its first content.
-        version: stamped at its changes.
-    """
+    """The state of one parameter: its tensors by name."""
 
     __slots__ = ("version",)
 
@@ -195,11 +190,7 @@ _ORIGINAL = {watched: original for original, watched in _WATCHED.items()}
 
 
 def watch(tensors: Iterable[Tensor], version: Version) -> None:
-    """Stamp the version whenever one of these tensors is given other memory or another gradient.
-
-    Args:
-        tensors: plain tensors or parameters; their class changes.
-        version: the version to stamp.
+    """Stamp the version whenever one of these plain tensors, whose class changes, is given other memory or a gradient.
 
     Example:
         >>> p, version = Parameter(torch.ones(2)), Version()

@@ -17,9 +17,10 @@ from programs import Lowering, check, each_lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.fused.executors import EagerExecutor, TorchExecutor
+from subtensors.dispatch.fused.executors import EagerExecutor
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.fused.torch_executor import TorchExecutor
 
 
 @each_lowering

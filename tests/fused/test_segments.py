@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from program_oracle import _run, interpret
 from programs import Lowering, check, each_kernel_lowering
 from random_programs import traced, traced_programs
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.kernels.fused.program import Instruction, Program, Ref, Scalar, Shape, _run, interpret
+from subtensors.kernels.fused.program import Instruction, Program, Ref, Scalar, Shape
 from subtensors.kernels.fused.segments import Segment, plan_segments, slot_count
 
 ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR

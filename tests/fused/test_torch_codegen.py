@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from program_oracle import interpret
 from random_programs import traced_programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.fused.executors import scalar_operands
+from subtensors.dispatch.fused.torch_executor import scalar_operands
 from subtensors.dispatch.fused.trace import Trace, trace
-from subtensors.kernels.fused.program import Parameter, Program, Shape, interpret
+from subtensors.kernels.fused.program import Parameter, Program, Shape
 from subtensors.kernels.fused.torch_codegen import write_torch
 
 ELEMENT, TENSOR = Shape.PER_ELEMENT, Shape.PER_TENSOR

@@ -82,8 +82,8 @@ def test_matrices_of_many_shapes_are_one_batch_and_nothing_of_their_size_is_made
         x, row, column = (st.TensorList([t.to(device)]) for t in (torch.ones(3, 5), torch.ones(3, 1), torch.ones(3, 5)))
         row = row.like([t.expand(3, 5) for t in row.tensors])
         step, mean = (st.TensorList([torch.ones((), device=device)]) for _ in range(2))
-        values: Any = {"lr": 0.1, "d": 1.0, "eps1": None, "eps2": 1e-3, "weight_decay": None}
-        text = st.explain(_descend_factored, x, x.clone(), row, column, mean, step, **values)
+        values: Any = {"lr": 0.1, "d": 1.0, "eps": (None, 1e-3), "weight_decay": None}
+        text = st.explain(_descend_factored, x, x.clone(), row, column, mean, step, values)
     assert text.count("over elements") == 2
     assert "copied" not in text
 

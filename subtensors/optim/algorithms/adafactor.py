@@ -12,12 +12,14 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.row_column_means import reference, row_column_means
-from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.traced_update import StepValues
+
+Eps = tuple[float | None, float]
 
 
 class Adafactor(MatrixOptimizer):
@@ -74,7 +76,7 @@ class Adafactor(MatrixOptimizer):
         params: Params,
         lr: float | Tensor = 1e-2,
         beta2_decay: float = -0.8,
-        eps: tuple[float | None, float] = (None, 1e-3),
+        eps: Eps = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
         **options: Unpack[Options],
@@ -85,27 +87,12 @@ class Adafactor(MatrixOptimizer):
         """Rows and columns for tensors that have them, and the full second moment for the rest."""
         return entry == "step" or (entry == "variance") != (p.dim() > 1 and p.numel() > 0)
 
-    def update(
-        self,
-        p: TensorList,
-        g: TensorList,
-        step: TensorList,
-        row_var: TensorList | None,
-        col_var: TensorList | None,
-        variance: TensorList | None,
-        *,
-        lr: float | Tensor,
-        beta2_decay: float,
-        eps: tuple[float | None, float],
-        d: float,
-        weight_decay: float | None,
-    ) -> None:
+    def update(self, p, g, step, row_var, col_var, variance, *, lr, beta2_decay, eps, d, weight_decay):
         """The math of the class, for tensors that are all matrices, or all have more dimensions, or all have less."""
-        eps1, eps2 = eps
         share: Any = _share(step, beta2_decay=beta2_decay)
-        values: Any = {"lr": lr, "d": d, "eps2": eps2, "weight_decay": weight_decay}
+        values: StepValues = {"lr": lr, "d": d, "eps": eps, "weight_decay": weight_decay}
         if variance is not None:
-            _descend_unfactored(p, g, variance, share, step, eps1=eps1, **values)
+            _descend_unfactored(p, g, variance, share, step, values)
             return
         assert row_var is not None
         assert col_var is not None
@@ -116,9 +103,9 @@ class Adafactor(MatrixOptimizer):
             row, column = (
                 p.like([t.expand_as(q) for t, q in zip(x.tensors, p.tensors, strict=True)]) for x in (row_var, col_var)
             )
-            _descend_factored(p, g, row, column, mean, step, eps1=eps1, **values)
+            _descend_factored(p, g, row, column, mean, step, values)
             return
-        row, column, u = by_shape(partial(_factored_direction, eps1=eps1), g, row_var, col_var, share)
+        row, column, u = by_shape(partial(_factored_direction, eps=eps), g, row_var, col_var, share)
         assign(row_var, row)
         assign(col_var, column)
         _descend(p, u, step, **values)
@@ -179,70 +166,45 @@ def _approach_rows(average: Tensor, newest: Tensor, share: Tensor) -> Tensor:
     return kept.mean()
 
 
-def _smallest(eps1: float | None, dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if eps1 is None else eps1
+def _smallest(eps: Eps, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if eps[0] is None else eps[0]
 
 
 def _move(
-    p: Tensor, u: Tensor, step: Tensor, lr: float | Tensor, d: float, eps2: float, weight_decay: float | None
+    p: Tensor, u: Tensor, step: Tensor, *, lr: float | Tensor, d: float, eps: Eps, weight_decay: float | None
 ) -> None:
     """A step in direction u, shortened where u is longer than `d`."""
     t, w = step.double(), _wide(p)
     relative = torch.minimum(t**-0.5, lr if isinstance(lr, Tensor) else torch.full_like(t, lr))
-    length = (w * w).mean().sqrt().double().clamp(min=eps2) * relative
+    length = (w * w).mean().sqrt().double().clamp(min=eps[1]) * relative
     excess = ((u * u).mean().sqrt().double() / d).clamp(min=1)
     if weight_decay is not None:
         w = w * (1 - lr * weight_decay)
     p.copy_(w - (length / excess) * u)
 
 
-@fused
-def _descend(
-    p: Tensor, u: Tensor, step: Tensor, *, lr: float | Tensor, d: float, eps2: float, weight_decay: float | None
-) -> None:
-    _move(p, u, step, lr, d, eps2, weight_decay)
+_descend = fused(_move)
 
 
 @fused
 def _descend_unfactored(
-    p: Tensor,
-    g: Tensor,
-    variance: Tensor,
-    share: Tensor,
-    step: Tensor,
-    *,
-    eps1: float | None,
-    lr: float | Tensor,
-    d: float,
-    eps2: float,
-    weight_decay: float | None,
+    p: Tensor, g: Tensor, variance: Tensor, share: Tensor, step: Tensor, values: StepValues
 ) -> None:
     """The step of a tensor with an unfactored second moment."""
-    smallest, kept, g = _smallest(eps1, variance.dtype), _wide(variance), _wide(g)
+    smallest, kept, g = _smallest(values["eps"], variance.dtype), _wide(variance), _wide(g)
     kept = kept + share * (g * g - kept)
     variance.copy_(kept)
-    _move(p, g * kept.clamp(min=smallest * smallest).rsqrt(), step, lr, d, eps2, weight_decay)
+    _move(p, g * kept.clamp(min=smallest * smallest).rsqrt(), step, **values)
 
 
 @fused
 def _descend_factored(
-    p: Tensor,
-    g: Tensor,
-    row: Tensor,
-    column: Tensor,
-    mean: Tensor,
-    step: Tensor,
-    *,
-    eps1: float | None,
-    lr: float | Tensor,
-    d: float,
-    eps2: float,
-    weight_decay: float | None,
+    p: Tensor, g: Tensor, row: Tensor, column: Tensor, mean: Tensor, step: Tensor, values: StepValues
 ) -> None:
     """The step of a matrix; rows and columns are expanded to it, and `mean` is that of the rows."""
-    smallest = _smallest(eps1, row.dtype)
+    smallest = _smallest(values["eps"], row.dtype)
     v = _wide(row) * _wide(column) * (1 / mean.clamp(min=smallest))
-    _move(p, _wide(g) * v.clamp(min=smallest * smallest).rsqrt(), step, lr, d, eps2, weight_decay)
+    _move(p, _wide(g) * v.clamp(min=smallest * smallest).rsqrt(), step, **values)
 
 
 def _factored_direction(
@@ -251,10 +213,10 @@ def _factored_direction(
     col_var: Tensor,  # (n, ..., 1, columns)
     share: Tensor,  # (n,)
     *,
-    eps1: float | None,
+    eps: Eps,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new rows and columns of the second moment, and the gradient over its root."""
-    smallest, g = _smallest(eps1, row_var.dtype), _wide(g)
+    smallest, g = _smallest(eps, row_var.dtype), _wide(g)
     share = share.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
     row_mean = torch.linalg.vector_norm(g, dim=-1, keepdim=True).square_().div_(max(g.shape[-1], 1))
     col_mean = torch.linalg.vector_norm(g, dim=-2, keepdim=True).square_().div_(max(g.shape[-2], 1))

@@ -64,12 +64,8 @@ class Adam(Optimizer):
         self, p, g, step, exp_avg, exp_avg_sq, max_exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay
     ):
         beta1, beta2 = betas
-        step.add_(1)
-        # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
-        t = step.double()
-
         g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
-        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         v = exp_avg_sq
         if max_exp_avg_sq is not None:
             v = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
@@ -86,10 +82,14 @@ def decay_weights(p: Tensor, g: Tensor, lr: float, weight_decay: float | None, i
     return g + weight_decay * p
 
 
-def update_moments(exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, beta1: float, beta2: float) -> None:
-    """m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2."""
+def update_moments(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, betas: tuple[float, float]) -> Tensor:
+    """t <- t + 1, m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2; return t."""
+    beta1, beta2 = betas
     exp_avg.mul_(beta1).add_((1 - beta1) * g)
     exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
+    # In float64, as torch computes it on the host: near 1, float32 would lose most digits of 1 - beta2.
+    t: Tensor = step.add_(1).double()
+    return t
 
 
 def adam_denominator(v: Tensor, beta2: float, t: Tensor, eps: float) -> Tensor:

@@ -70,16 +70,13 @@ class NAdam(Optimizer):
         decoupled_weight_decay,
     ):
         beta1, beta2 = betas
-        step.add_(1)
-        t = step.double()
         g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
+        t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
         # Saved in float32, so torch's product of float32 numbers is taken.
         mu_product.mul_(mu.float())
         product = mu_product.double()
-
-        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
         gradient_factor = lr * (1 - mu) / (1 - product)
         average_factor = lr * mu_next / (1 - product * mu_next)
         direction = gradient_factor * g + average_factor * exp_avg
@@ -123,11 +120,8 @@ class RAdam(Optimizer):
 
     def update(self, p, g, step, exp_avg, exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay):
         beta1, beta2 = betas
-        step.add_(1)
-        t = step.double()
         g = decay_weights(p, g, lr, weight_decay, decoupled_weight_decay)
-        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
-
+        t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         decay = beta2**t
         rho_inf = 2 / (1 - beta2) - 1
         rho = rho_inf - 2 * t * decay / (1 - decay)
@@ -245,16 +239,13 @@ class AdEMAMix(Optimizer):
         weight_decay,
     ):
         beta1, beta2, beta3 = betas
-        step.add_(1)
-        t = step.double()
+        t = update_moments(step, exp_avg_fast, exp_avg_sq, g, betas[:2])
         slow, share = torch.full_like(t, beta3), torch.full_like(t, alpha)
         if beta3_warmup is not None:
             a = (t / beta3_warmup).clamp(max=1)
             slow = (1 / ((1 - a) / torch.full_like(t, beta1).log() + a / slow.log())).exp()
         if alpha_warmup is not None:
             share = (t / alpha_warmup).clamp(max=1) * alpha
-
-        update_moments(exp_avg_fast, exp_avg_sq, g, beta1, beta2)
         exp_avg_slow.mul_(slow).add_((1 - slow) * g)
         denominator = adam_denominator(exp_avg_sq, beta2, t, eps)
         u = (exp_avg_fast * (1 / (1 - beta1**t)) + share * exp_avg_slow) / denominator
@@ -295,9 +286,7 @@ class LAMB(Optimizer):
 
     def update(self, p, g, step, exp_avg, exp_avg_sq, *, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
-        step.add_(1)
-        t = step.double()
-        update_moments(exp_avg, exp_avg_sq, g, beta1, beta2)
+        t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         u = (1 / (1 - beta1**t)) * (exp_avg / adam_denominator(exp_avg_sq, beta2, t, eps))
         if weight_decay is not None:
             u = u + weight_decay * p

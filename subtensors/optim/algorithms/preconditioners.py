@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
+from subtensors.optim.algorithms.matrix_optimizer import by_shape
 from subtensors.optim.traced_update import compute_dtype
 
 SIDES = ("left", "right")
@@ -72,11 +73,6 @@ def as_shaped(x: Any, like: TensorList) -> Any:
     return x.like([t.reshape(p.shape) for t, p in zip(x.tensors, like.tensors, strict=True)])
 
 
-def second_moment(x: Tensor, side: str) -> Tensor:
-    """X X^T over rows, or X^T X over columns, of a stack."""
-    return x @ x.mT if side == "left" else x.mT @ x
-
-
 @fused
 def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
     """The gradient in the dtype that state is computed in, with the L2 penalty where there is one."""
@@ -89,6 +85,12 @@ def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
 def accumulate(total: Tensor, more: Tensor, beta: float, share: float) -> None:
     """total <- beta total + share more."""
     total.copy_(beta * total + share * more)
+
+
+def accumulate_moment(moment: Any, side: str, matrices: Any, beta: float, share: float) -> None:
+    """moment <- beta moment + share X X^T over rows, or X^T X over columns."""
+    # The product has no name, so that it is freed after the call: it is as large as the state.
+    accumulate(moment, by_shape(lambda x: x @ x.mT if side == "left" else x.mT @ x, matrices), beta, share)
 
 
 @fused

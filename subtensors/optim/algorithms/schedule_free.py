@@ -131,8 +131,4 @@ class AdamWScheduleFree(Optimizer):
                     p.copy_(w)
 
 
-def _towards(p: Tensor, z: Tensor, share: float) -> None:
-    p.add_(share * (z - p))
-
-
-_approach = FusedFunction(_towards)
+_approach = FusedFunction(lambda p, z, share: p.add_(share * (z - p)))

@@ -12,12 +12,12 @@ from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_sha
 from subtensors.optim.algorithms.preconditioners import (
     SIDES,
     accumulate,
+    accumulate_moment,
     as_matrices,
     as_shaped,
     descend,
     host_count,
     parts_by_count,
-    second_moment,
     select,
     sides_of,
     square,
@@ -143,8 +143,7 @@ class Shampoo(MatrixOptimizer):
                 (side, moment, root) for side, moment, root in all_sides if moment is not None and root is not None
             ]
             for side, moment, root in sides:
-                # The sum has no name, so that it is freed after the call: it is as large as the state.
-                accumulate(moment, by_shape(lambda x, side=side: second_moment(x, side), matrices), beta2, share)
+                accumulate_moment(moment, side, matrices, beta2, share)
                 if due:
                     exponent = -1 / (2 * len(sides))
                     select(root, due).copy_(

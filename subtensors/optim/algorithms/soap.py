@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -13,13 +12,12 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.algorithms.preconditioners import (
     SIDES,
-    accumulate,
+    accumulate_moment,
     as_matrices,
     as_shaped,
     descend,
     host_count,
     parts_by_count,
-    second_moment,
     select,
     sides_of,
     square,
@@ -140,16 +138,10 @@ class SOAP(MatrixOptimizer):
                 g_rotated, m_rotated = _rotate([own, average], basis, sides)
                 v = as_matrices(squares) if sides else squares
                 direction: Any = _adam(g_rotated, m_rotated, v, betas[1], eps, factor)
-                (direction,) = _rotate_back([direction], basis, sides)
+                (direction,) = _rotate([direction], basis, sides, is_back=True)
                 descend(weights, as_shaped(direction, weights), lr, weight_decay)
             for side, moment in moments:
-                # The sum has no name, so that it is freed after the call: it is as large as the state.
-                accumulate(
-                    select(moment, indices),
-                    by_shape(lambda x, side=side: second_moment(x, side), as_matrices(own)),
-                    beta,
-                    1 - beta,
-                )
+                accumulate_moment(select(moment, indices), side, as_matrices(own), beta, 1 - beta)
             if t == 0 or t % precondition_frequency == 0:
                 for (side, moment), q in zip(moments, basis, strict=True):
                     _update_basis(side, select(moment, indices), q, squares, is_first=t == 0)
@@ -162,13 +154,9 @@ def _update_basis(side: str, moment: Any, basis: Any, squares: Any, is_first: bo
         return
     rotated, order = by_shape(power_iteration, moment, basis)
     basis.copy_(rotated)
-    ordered = by_shape(lambda v, i: v.gather(*_along(v, i, side)), as_matrices(squares), order)
+    dim = 1 + SIDES.index(side)
+    ordered = by_shape(lambda v, i: v.gather(dim, i.unsqueeze(3 - dim).expand_as(v)), as_matrices(squares), order)
     squares.copy_(as_shaped(ordered, squares))
-
-
-def _along(v: Tensor, order: Tensor, side: str) -> tuple[int, Tensor]:
-    """The dimension of a side in a stack, and an index of the stack's shape."""
-    return (1, order[:, :, None].expand_as(v)) if side == "left" else (2, order[:, None, :].expand_as(v))
 
 
 def eigenvectors(moment: Tensor) -> Tensor:
@@ -212,21 +200,10 @@ def power_iteration(moment: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(image)[0], order
 
 
-def _rotate(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L^T x Q_R of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q.mT @ x if side == "left" else x @ q)
-
-
-def _rotate_back(lists: list[TensorList], bases: list[TensorList], sides: list[str]) -> list[TensorList]:
-    """Q_L x Q_R^T of each list."""
-    return _products(lists, bases, sides, lambda x, q, side: q @ x if side == "left" else x @ q.mT)
-
-
-Product = Callable[[Tensor, Tensor, str], Tensor]
-"""A product of stacks of matrices with those of one side."""
-
-
-def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str], product: Product) -> list[TensorList]:
+def _rotate(
+    lists: list[TensorList], bases: list[TensorList], sides: list[str], is_back: bool = False
+) -> list[TensorList]:
+    """Q_L^T x Q_R of each list; back, Q_L x Q_R^T."""
     if not sides:
         return lists
 
@@ -234,7 +211,8 @@ def _products(lists: list[TensorList], bases: list[TensorList], sides: list[str]
         results = []
         for x in stacks[: len(lists)]:
             for q, side in zip(stacks[len(lists) :], sides, strict=True):
-                x = product(x, q, side)
+                q = q if is_back else q.mT
+                x = q @ x if side == "left" else x @ q.mT
             results.append(x)
         return tuple(results)
 
