@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.true_sizes import TrueSizes
@@ -30,9 +31,9 @@ def attention(call: PaddedCall) -> PaddedValue:
     attn_mask: PaddedValue | None = call["attn_mask"]
     sizes = call.sizes()
     if any(x.is_padded(x.dim() - 1) for x in (q, k, v)):
-        raise refuse(call, "the features of a head are padded")
+        raise UnsupportedCall("the features of a head are padded")
     if call["enable_gqa"] and any(x.is_padded(x.dim() - 3) for x in (q, k, v)):
-        raise refuse(call, "the heads are padded")
+        raise UnsupportedCall("the heads are padded")
     keys = broadcast_dim([k.dims[-2], v.dims[-2]], sizes)
     batch = _batch(q, k, v, sizes, call["enable_gqa"])
     scores = (*batch, q.dims[-2], keys)

@@ -18,7 +18,7 @@ from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
@@ -69,7 +69,7 @@ def carry(call: PaddedCall) -> PyTree:
     if plan.across:
         rule = table.resolved_across.get(call.op) or table.lookup_across(call.op)
         if rule is None:
-            raise refuse(call, "it combines valid positions with padding")
+            raise UnsupportedCall("it combines valid positions with padding")
         call.is_across = True
         return rule(call)
     found = plan.found

@@ -19,7 +19,7 @@ from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.carried_dims import carry
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
     if not has_map(call.op):
-        raise refuse(call, "its dims are not named")
+        raise UnsupportedCall("its dims are not named")
     key = call.op, *[x.dense.dim() for x in call.values]
     product = _products.get(key)
     if product is None:
@@ -82,7 +82,7 @@ def bilinear(call: PaddedCall) -> PaddedValue:
     if any(t is not None and t.padded_dims for t in (call["weight"], call["bias"])) or any(
         x.is_padded(x.dim() - 1) for x in (x1, x2)
     ):
-        raise refuse(call, "its features are padded")
+        raise UnsupportedCall("its features are padded")
     rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
     filled = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
     out = call.dense(dict(zip(("input1", "input2"), filled, strict=True)))
@@ -94,7 +94,7 @@ def covariance(call: PaddedCall) -> PaddedValue:
     """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
     x: PaddedValue = call["self"]
     if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
-        raise refuse(call, "its columns have weights, or it is not floating point")
+        raise UnsupportedCall("its columns have weights, or it is not floating point")
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
     distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
     product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
@@ -103,11 +103,7 @@ def covariance(call: PaddedCall) -> PaddedValue:
 
 
 def contract(
-    call: PaddedCall,
-    names: Sequence[str],
-    letters: tuple[str, ...],
-    out: str,
-    added: PaddedValue | None,
+    call: PaddedCall, names: Sequence[str], letters: tuple[str, ...], out: str, added: PaddedValue | None
 ) -> PaddedValue:
     """Compute a sum of products.
 
@@ -255,7 +251,7 @@ def grouped_mm(call: PaddedCall) -> PaddedValue:
     """A product for each group of rows, which end where `offs` says: no group has the padding, so nothing reads it."""
     x, weights, ends = call["self"], call["mat2"], call.get("offs")
     if x.dim() != 2 or weights.dim() != 3 or x.is_padded(1) or weights.padded_dims or ends is None or ends.padded_dims:
-        raise refuse(call, "it has padding elsewhere than in the rows of its groups")
+        raise UnsupportedCall("it has padding elsewhere than in the rows of its groups")
     x = with_factors(x, 0, padded_dim(x.shape[0], size_of(x.dims[0])))
     return result(call.dense({"self": x.dense}), [x.dims[0], weights.dims[2]], call.sizes())
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_size import PaddedSize, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
@@ -34,7 +35,7 @@ def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedVal
     joined = torch.cat(dense, d)
     true_sizes = [prefix_size(x, d) for x in parts]
     if any(size.has(rows_symbol()) for size in true_sizes):
-        raise refuse(call, "it adds rows to a ragged batch")
+        raise UnsupportedCall("it adds rows to a ragged batch")
     total = padded_dim(joined.shape[d], added(*true_sizes))
     unpacked = result(joined, [*dims[:d], total, *dims[d + 1 :]], sizes)
     if not any(x.is_padded(d) for x in parts[:-1]):
@@ -56,7 +57,7 @@ def flip_or_roll(call: PaddedCall, x: PaddedValue, dims: Sequence[int], shifts: 
     """Reorder the valid positions of a padded dim, and all of any other."""
     is_flip = call.op is aten.flip.default
     if not dims:
-        raise refuse(call, "without dims it rolls the flattened tensor")
+        raise UnsupportedCall("without dims it rolls the flattened tensor")
     for d, shift in zip([d % x.dim() for d in dims], shifts or [0] * len(dims), strict=True):
         if not x.is_padded(d):
             x = x.like(x.dense.flip(d) if is_flip else x.dense.roll(shift, d), x.fill)
@@ -82,13 +83,13 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     for d, count in enumerate(times):
         if isinstance(count, PaddedSize):
             if value.is_padded(d):
-                raise refuse(call, "it repeats a padded dim by a padded size")
+                raise UnsupportedCall("it repeats a padded dim by a padded size")
             again = [1] * value.dim()
             again[d] = int(count)
             sizes = sizes_with(value.sizes, count)
             size = multiplied(value.shape[d], count.size)
             if most(count.size, sizes) > count:
-                raise refuse(call, f"no bucket is known to hold {size}")
+                raise UnsupportedCall(f"no bucket is known to hold {size}")
             out = value.dense.repeat(again)
             value = result(out, with_dim(value.dims, d, padded_dim(out.shape[d], size)), sizes, value.fill_if_shifted)
             continue
@@ -102,7 +103,7 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
             continue
         size = prefix_size(value, d)
         if size.has(rows_symbol()):
-            raise refuse(call, "it repeats the rows of a ragged batch")
+            raise UnsupportedCall("it repeats the rows of a ragged batch")
         true = value.size(d)
         assert isinstance(true, Tensor)
         bucket = value.shape[d] * count
@@ -115,7 +116,7 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
 def repeat_interleave(call: PaddedCall, x: PaddedValue, repeats: int, dim: int | None) -> PaddedValue:
     """Repeat each position of a dim several times in a row."""
     if dim is None and x.dim() != 1:
-        raise refuse(call, "without a dim it flattens the tensor")
+        raise UnsupportedCall("without a dim it flattens the tensor")
     d = (dim or 0) % x.dim()
     out = call.dense({"output_size": None})
     return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(repeats)])), x.sizes, x.fill)
@@ -136,7 +137,7 @@ def rot90(call: PaddedCall, x: PaddedValue, k: int, dims: Sequence[int]) -> Padd
 def diag_embed(call: PaddedCall, x: PaddedValue, offset: int, dim1: int, dim2: int) -> PaddedValue:
     """Put the last dim on a diagonal of two new last dims, with zeros around it."""
     if [dim1 % (x.dim() + 1), dim2 % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
-        raise refuse(call, "its diagonal is not of the last dims")
+        raise UnsupportedCall("its diagonal is not of the last dims")
     out = call.dense()
     side = padded_dim(out.shape[-1], prefix_size(x, x.dim() - 1) + abs(offset))
     return result(out, [*x.dims[:-1], side, side], x.sizes).gradient_masked()
@@ -147,14 +148,14 @@ def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> Padd
     """Lay channels side by side in an image that is `upscale_factor` times as high and wide."""
     channels = x.dim() - 3
     if x.is_padded(channels):
-        raise refuse(call, "the channels are padded")
+        raise UnsupportedCall("the channels are padded")
     out = call.dense()
     dims = [*x.dims[:channels], *static_dims(out.shape[channels:])]
     for d in (channels + 1, channels + 2):
         if x.is_padded(d):
             size = prefix_size(x, d)
             if size.has(rows_symbol()):
-                raise refuse(call, "it repeats the rows of a ragged batch")
+                raise UnsupportedCall("it repeats the rows of a ragged batch")
             dims[d] = padded_dim(out.shape[d], multiplied(size, upscale_factor))
     return result(out, dims, x.sizes, x.fill_if_shifted)
 

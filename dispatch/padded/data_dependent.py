@@ -11,8 +11,8 @@ from torch import Tensor
 
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.errors import DataDependentCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.errors import DataDependentCall, UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, same_factors
 from subtensors.dispatch.padded.positions import in_valid
@@ -41,7 +41,7 @@ def nonzero_static(call: PaddedCall) -> PaddedValue:
     """The positions of nonzero elements, as many as the caller asks for."""
     x: PaddedValue = call["self"]
     if not all(map(is_prefix, x.dims)):
-        raise refuse(call, "its fill value is no position of a flattened dim")
+        raise UnsupportedCall("its fill value is no position of a flattened dim")
     return unpadded_value(call.dense({"self": x.filled(0)}))
 
 
@@ -67,7 +67,7 @@ def index_by_mask(call: PaddedCall) -> PaddedValue:
     chosen = mask.dense
     if valid is not None:
         if any(size != 1 for d, size in enumerate(valid.shape) if d not in over):
-            raise refuse(call, "its valid positions differ from row to row")
+            raise UnsupportedCall("its valid positions differ from row to row")
         chosen = chosen & valid.reshape([valid.shape[d] for d in over])
     out = call.dense({"indices": [*[None] * at, chosen]})
     selected = static_dims([out.shape[at]])
@@ -128,9 +128,9 @@ def unique_along(call: PaddedCall) -> PyTree:
     x: PaddedValue = call["self"]
     d = call["dim"] % max(x.dim(), 1)
     if x.sizes is not None and x.sizes.rows is not None:
-        raise refuse(call, "rows of different lengths cannot be compared as slices")
+        raise UnsupportedCall("rows of different lengths cannot be compared as slices")
     if not x.dim() or not is_prefix(x.dims[d]):
-        raise refuse(call, "a position in a flattened dim counts its padding")
+        raise UnsupportedCall("a position in a flattened dim counts its padding")
     dense = x.filled(0)
     valid = x.mask([d])
     if valid is not None:
@@ -165,7 +165,7 @@ def all_equal(call: PaddedCall) -> bool:
     a, b = call["self"], call["other"]
     alike = a.dim() == b.dim() and all(same_factors(f, g, call.sizes()) for f, g in zip(a.dims, b.dims, strict=True))
     if not alike:
-        raise refuse(call, "whether their sizes are the same")
+        raise UnsupportedCall("whether their sizes are the same")
     if call.op is aten.equal.default:
         same = a.dense == b.dense
     else:
@@ -187,7 +187,7 @@ def require_values(call: PaddedCall) -> None:
     """Raise DataDependentCall where values are unknown: under a compiler and in a graph capture."""
     for x in call.values:
         if is_traced(x.dense) or needs_host(x.dense, call.op.name()):
-            raise refuse(call, "the length of its result depends on values", DataDependentCall)
+            raise DataDependentCall("the length of its result depends on values")
 
 
 def _mask_of_all(x: PaddedValue) -> Tensor:
@@ -195,3 +195,9 @@ def _mask_of_all(x: PaddedValue) -> Tensor:
     if mask is None:
         return torch.ones(x.shape, dtype=torch.bool, device=x.dense.device)
     return mask.expand(x.shape)
+
+
+@table.register(aten._linalg_check_errors)
+def check_errors(call: PaddedCall, info: PaddedValue) -> None:
+    """Raise if the op failed on a valid matrix."""
+    call.dense({"info": info.edge_filled()})

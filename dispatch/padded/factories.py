@@ -12,7 +12,8 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, run, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
@@ -28,12 +29,7 @@ from subtensors.dispatch.sizes.dim_factors import bucket_of, padded_dim, size_of
 
 aten = torch.ops.aten
 
-_LIKE = {
-    aten.zeros_like: 0,
-    aten.ones_like: 1,
-    aten.full_like: None,
-    aten.empty_like: None,
-}
+_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None, aten.empty_like: None}
 
 
 @table.register(*_LIKE)
@@ -78,7 +74,7 @@ def draw(call: PaddedCall) -> PyTree:
 
     def padded_result(t: Tensor) -> PaddedValue:
         if list(t.shape) != shape:
-            raise refuse(call, "its result has another shape than its operands")
+            raise UnsupportedCall("its result has another shape than its operands")
         return result(t, dims, sizes)
 
     return tree_map_only(Tensor, padded_result, out)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.data_dependent import has_bool_mask, index_by_mask
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe, pointwise
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 def index_select(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
     """Select positions of a padded dim."""
     if x.dim() == 0:
-        raise refuse(call, "it selects from a single number")
+        raise UnsupportedCall("it selects from a single number")
     d = dim % x.dim()
     check_bounds(x, d, index, _min_end(call, x, d))
     out = call.dense({"index": _placed(call, x, d, index).filled(0)})
@@ -41,7 +42,7 @@ def index_select(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue)
 def gather(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
     """Read an element of a padded dim for each position of an index."""
     if x.dim() == 0 or index.dim() == 0:
-        raise refuse(call, "it gathers from a single number")
+        raise UnsupportedCall("it gathers from a single number")
     d = dim % x.dim()
     index = _aligned(call, index, x, d)
     check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(call, x, d))
@@ -56,7 +57,7 @@ def take_along_dim(call: PaddedCall) -> PaddedValue:
     if call["dim"] is None:
         x, index = flattened(x), flattened(index)
     if x.dim() != index.dim():
-        raise refuse(call, "its index has another number of dims")
+        raise UnsupportedCall("its index has another number of dims")
     d = (call["dim"] or 0) % x.dim()
     rest = [PaddedValue(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
     dims, sizes = broadcast(rest)
@@ -99,7 +100,7 @@ def index_put(call: PaddedCall) -> PaddedValue:
     only = [i for i in call["indices"] if i is not None]
     if len(only) == 1 and len(call["indices"]) == 1 and only[0].dense.dtype == torch.bool and values.dense.numel() == 1:
         if call["accumulate"]:
-            raise refuse(call, "it adds under a mask")
+            raise UnsupportedCall("it adds under a mask")
         mask = only[0]
         trailing = x.dim() - mask.dim()
         widened = PaddedValue(
@@ -110,7 +111,7 @@ def index_put(call: PaddedCall) -> PaddedValue:
         chosen: PaddedValue = pointwise(PaddedCall(aten.where.self, (), named))
         return chosen
     if any(i.dense.dtype == torch.bool for i in only):
-        raise refuse(call, "how many positions a mask names depends on its values")
+        raise UnsupportedCall("how many positions a mask names depends on its values")
     indices, at = _integer_indices(call, x, slot=True)
     _check_values(call, x, at, values)
     widened_x = _with_extra_slot(x, at[0])
@@ -122,7 +123,7 @@ def index_put(call: PaddedCall) -> PaddedValue:
 def scatter(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
     """Write, add or reduce at positions of a padded dim, an index for each element."""
     if x.dim() == 0 or index.dim() == 0:
-        raise refuse(call, "it scatters into a single number")
+        raise UnsupportedCall("it scatters into a single number")
     d = dim % x.dim()
     source = call.get("src")
     if isinstance(source, PaddedValue):
@@ -141,7 +142,7 @@ def index_write(call: PaddedCall) -> PaddedValue:
     """Write slices at positions of one dim."""
     x, index = call["self"], call["index"]
     if x.dim() == 0:
-        raise refuse(call, "it writes to a single number")
+        raise UnsupportedCall("it writes to a single number")
     d = call["dim"] % x.dim()
     source = call.get("source")
     factors = index.dims[0] if index.dim() else static_dims([1])[0]
@@ -210,7 +211,9 @@ def _aligned(call: PaddedCall, index: PaddedValue, other: PaddedValue, but: int 
         if index.shape[e] == other.shape[e]:
             dims[e] = broadcast_dim([dims[e], other.dims[e]], call.sizes())
         elif index.shape[e] > other.shape[e] or not (is_prefix(dims[e]) and is_prefix(other.dims[e])):
-            raise refuse(call, f"its index of {index.shape[e]} positions in dim {e} goes with {other.shape[e]} of them")
+            raise UnsupportedCall(
+                f"its index of {index.shape[e]} positions in dim {e} goes with {other.shape[e]} of them"
+            )
     return PaddedValue(index.dense, tuple(dims), call.sizes())
 
 
@@ -234,7 +237,7 @@ def _check_values(call: PaddedCall, x: PaddedValue, at: list[int], values: Padde
     dims, named = _picked_dims(call, x, at)
     both, _ = broadcast([PaddedValue(x.dense, tuple(dims), x.sizes), values])
     if len(both) != len(dims) or any(is_padded(both[d]) and not is_padded(dims[d]) for d in named):
-        raise refuse(call, "the values are padded in other dims than the positions")
+        raise UnsupportedCall("the values are padded in other dims than the positions")
 
 
 def _move_indices(call: PaddedCall) -> None:
@@ -252,7 +255,7 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
             found.append(None)
             continue
         if positions.dense.dtype in (torch.bool, torch.uint8):
-            raise refuse(call, "how many positions a mask names depends on its values")
+            raise UnsupportedCall("how many positions a mask names depends on its values")
         dense = positions.dense
         if x.is_padded(d) and not is_rows_dim(x, d):
             ends = _end(call, x, d)
@@ -265,7 +268,7 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
         at.append(d)
         found.append(dense)
     if not at:
-        raise refuse(call, "it names no positions")
+        raise UnsupportedCall("it names no positions")
     return found, at
 
 
@@ -277,7 +280,7 @@ def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
         for e, positions in enumerate(call["indices"]):
             if positions is not None and is_rows_dim(x, e):
                 return torch.as_tensor(x.size(d))[positions.filled(0)]
-    raise refuse(call, "negative positions of a ragged dim count from different ends")
+    raise UnsupportedCall("negative positions of a ragged dim count from different ends")
 
 
 def _last(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
@@ -334,7 +337,7 @@ def _without_slot(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> Padd
 def embedding(call: PaddedCall, weight: PaddedValue, indices: PaddedValue) -> PaddedValue:
     """Read a row of the table for each index; its gradient is divided by the number of times that the index occurs."""
     if weight.is_padded(0):
-        raise refuse(call, "the table itself is padded")
+        raise UnsupportedCall("the table itself is padded")
     # Padding reads an extra row.
     rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
     out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
@@ -346,7 +349,7 @@ def embedding_renorm(call: PaddedCall) -> PaddedValue:
     """Return the table with the norms of the rows that occur limited."""
     weight, indices = call["self"], call["indices"]
     if weight.padded_dims:
-        raise refuse(call, "the table itself is padded")
+        raise UnsupportedCall("the table itself is padded")
     count = weight.shape[0]
     occurs = torch.zeros(count + 1, dtype=torch.bool, device=weight.dense.device)
     occurs = occurs.index_fill(0, indices.filled(count).reshape(-1), True)[:count, None]

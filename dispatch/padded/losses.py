@@ -1,4 +1,4 @@
-"""Losses: computed element by element, then reduced over valid elements."""
+"""Losses, computed element by element and reduced over valid elements, and distances."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from subtensors.dispatch.ops.sample_dims import ELEMENTWISE_LOSSES, MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, run, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast_dim
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim
 
 aten = torch.ops.aten
 _SUM = 2
@@ -38,9 +39,9 @@ def cross_entropy(call: PaddedCall) -> PyTree:
     target: PaddedValue = call["target"]
     at = 0 if x.dim() == 1 else 1
     if x.is_padded(at) and (call["weight"] is not None or call.get("label_smoothing")):
-        raise refuse(call, "the classes themselves are padded, and weighted or smoothed over")
+        raise UnsupportedCall("the classes themselves are padded, and weighted or smoothed over")
     if call["weight"] is not None and call["weight"].padded_dims:
-        raise refuse(call, "the weight of the classes is padded")
+        raise UnsupportedCall("the weight of the classes is padded")
     if target.dense.is_floating_point():
         return _by_probabilities(call, x, target, at)
     without_classes = [*x.dims[:at], *x.dims[at + 1 :]]
@@ -81,7 +82,7 @@ def margin_loss(call: PaddedCall) -> PaddedValue:
     """Compute a margin loss of each sample, then reduce it over valid samples."""
     x: PaddedValue = call["self"]
     if x.dim() != 2 or x.is_padded(1):
-        raise refuse(call, "the classes themselves are padded")
+        raise UnsupportedCall("the classes themselves are padded")
     samples = broadcast_dim([x.dims[0], call["target"].dims[0]], call.sizes())
     weight = {"weight": call["weight"].dense} if call.get("weight") is not None else {}
     target = PaddedValue(call["target"].dense, (samples, *call["target"].dims[1:]), call.sizes()).filled(0)
@@ -96,13 +97,13 @@ def ctc_loss(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["log_probs"]
     targets: PaddedValue = call["targets"]
     if x.is_padded(x.dim() - 1):
-        raise refuse(call, "the classes themselves are padded")
+        raise UnsupportedCall("the classes themselves are padded")
     lengths = {name: call[name] for name in ("input_lengths", "target_lengths")}
     counts = [n.dense.numel() if isinstance(n, PaddedValue) else len(n) for n in lengths.values()]
     if targets.dim() == 2:
         counts.append(targets.shape[0])
     if any(count != math.prod(x.shape[1:-1]) for count in counts):
-        raise refuse(call, "the batch is padded in some of its tensors only")
+        raise UnsupportedCall("the batch is padded in some of its tensors only")
     # Labels beyond a target's length and lengths of padded sequences may hold any valid value.
     named = {"log_probs": x.filled(0), "targets": targets.filled(0), "reduction": NONE}
     safe = {name: n.filled(1) for name, n in lengths.items() if isinstance(n, PaddedValue)}
@@ -122,7 +123,31 @@ def ctc_loss(call: PaddedCall) -> PaddedValue:
 
 
 @table.register(aten.dist)
-def dist(call: PaddedCall) -> PaddedValue:
+def dist(call: PaddedCall, x: PaddedValue, other: PaddedValue, p: float) -> PaddedValue:
     """The p-norm of a difference."""
-    difference = apply(aten.sub.Tensor, call["self"], call["other"])
-    return apply(aten.linalg_vector_norm.default, difference, call["p"])
+    return apply(aten.linalg_vector_norm.default, apply(aten.sub.Tensor, x, other), p)
+
+
+@table.register(aten.cosine_similarity)
+def cosine(call: PaddedCall, x1: PaddedValue, x2: PaddedValue, dim: int, eps: float) -> PaddedValue:
+    """The cosine of the angle between vectors along a dim, their norms at least eps."""
+    a, b = run(aten.broadcast_tensors.default, ([x1, x2],), {})
+    product = apply(aten.sum.dim_IntList, apply(aten.mul.Tensor, a, b), [dim])
+    for x in (a, b):
+        norm = apply(aten.linalg_vector_norm.default, x, 2, [dim])
+        # As in torch, the norm's gradient ignores the lower bound.
+        bounded = torch.where(norm.dense < eps, norm.dense - norm.dense.detach() + eps, norm.dense)
+        product = apply(aten.div.Tensor, product, norm.like(bounded))
+    return product
+
+
+@table.register(aten.cdist, aten._cdist_forward)
+def distances(call: PaddedCall, x1: PaddedValue, x2: PaddedValue) -> PaddedValue:
+    """The distance from each row of one matrix to each row of another; zeros in padded features add nothing."""
+    sizes = call.sizes()
+    features = broadcast_dim([x1.dims[-1], x2.dims[-1]], sizes)
+    dims, _ = broadcast([PaddedValue(x.dense, x.dims[:-2], x.sizes) for x in (x1, x2)])
+    filled = {
+        name: PaddedValue(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", x1), ("x2", x2))
+    }
+    return result(call.dense(filled), [*dims, x1.dims[-2], x2.dims[-2]], sizes).gradient_masked()

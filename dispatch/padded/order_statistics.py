@@ -17,7 +17,8 @@ from torch.autograd.function import FunctionCtx
 from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, require_elements, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, table
 from subtensors.dispatch.padded.padded_value import (
     PaddedValue,
     ScatteredDim,
@@ -37,7 +38,7 @@ def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool)
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
     rank = None if is_prefix(x.dims[d]) else ranks(call, x, d)
     if rank is not None and x.sizes is not None and x.sizes.rows is not None:
-        raise refuse(call, "the sorted positions of a flattened dim would be of rows of different lengths")
+        raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
     dtype = x.dense.dtype
     last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
@@ -62,9 +63,9 @@ def histc(call: PaddedCall) -> PaddedValue:
     x: PaddedValue = call["self"]
     low, high = call["min"], call["max"]
     if low == high:
-        raise refuse(call, "its bins depend on values")
+        raise UnsupportedCall("its bins depend on values")
     if max_value(x.dense.dtype) <= high:
-        raise refuse(call, "no number of its dtype is beyond its bins")
+        raise UnsupportedCall("no number of its dtype is beyond its bins")
     return unpadded_value(call.dense({"self": x.filled(high + 1)}))
 
 
@@ -113,18 +114,18 @@ def searchsorted(call: PaddedCall) -> PaddedValue:
     sequence = call.get("sorted_sequence", call.get("boundaries"))
     values: PaddedValue = call["self"]
     if sequence.dim() > 1 or call.get("sorter") is not None:
-        raise refuse(call, "each row of the sequence has its own values")
+        raise UnsupportedCall("each row of the sequence has its own values")
     if not is_prefix(sequence.dims[0]):
         raise ScatteredDim(sequence, 0)
     if not sequence.padded_dims:
         return values.like(call.dense())
     if sequence.dense.is_floating_point():
-        raise refuse(call, "NaN sorts above the infinity that fills the padding")
+        raise UnsupportedCall("NaN sorts above the infinity that fills the padding")
     name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
     found = call.dense({name: sequence.filled(max_value(sequence.dense.dtype))})
     size = sequence.size(0)
     if isinstance(size, Tensor) and size.dim():
-        raise refuse(call, "each row of the sequence has its own values")
+        raise UnsupportedCall("each row of the sequence has its own values")
     found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
     return values.like(found) if values.padded_dims else unpadded_value(found)
 
@@ -140,7 +141,7 @@ def median(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
     """The median along a dim, the lower of two, and its position; NaN if there is any and it counts."""
     d = dim % x.dim()
     if x.dense.dtype == torch.bool:
-        raise refuse(call, "torch has no median of bools")
+        raise UnsupportedCall("torch has no median of bools")
     require_elements(call, x, [d])
     rank = _median_rank(call, x, [d])
     return _elements(call, x, d, sort_valid_first(call, x, d, descending=False), rank)
@@ -151,7 +152,7 @@ def median_of_all(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """The median of all elements; those that equal it share its gradient."""
     dtype = x.dense.dtype
     if dtype == torch.bool:
-        raise refuse(call, "torch has no median of bools")
+        raise UnsupportedCall("torch has no median of bools")
     every = list(range(x.dim()))
     last = math.nan if dtype.is_floating_point else max_value(dtype)
     with torch.no_grad():
@@ -262,23 +263,23 @@ def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
     """Return q as a tensor, after checks of what torch requires of it."""
     operand = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
-        raise refuse(call, "torch has quantiles of float and double only")
+        raise UnsupportedCall("torch has quantiles of float and double only")
     if call["interpolation"] not in _ROUNDING:
-        raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
+        raise UnsupportedCall(f"there is no interpolation {call['interpolation']!r}")
     if not isinstance(operand, PaddedValue):
         if not 0 <= operand <= 1:
-            raise refuse(call, f"q is {operand}, out of [0, 1]")
+            raise UnsupportedCall(f"q is {operand}, out of [0, 1]")
         return torch.full((), operand, dtype=x.dense.dtype, device=x.dense.device)
     q = operand.dense
     if operand.padded_dims or operand.is_tracked:
-        raise refuse(call, "q is padded or requires grad")
+        raise UnsupportedCall("q is padded or requires grad")
     if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
-        raise refuse(call, "q must be a number or a vector, of the same dtype and device")
+        raise UnsupportedCall("q must be a number or a vector, of the same dtype and device")
     # On other devices torch doesn't check either, since that waits for the device.
     if q.device.type == "cpu" and not is_traced(q):
         with without_modes():  # one that looks for what a GPU would wait for
             if not bool(((q >= 0) & (q <= 1)).all()):
-                raise refuse(call, "a q is out of [0, 1]")
+                raise UnsupportedCall("a q is out of [0, 1]")
     return q
 
 

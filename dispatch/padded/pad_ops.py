@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.tree import tree_has
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
@@ -26,7 +27,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
     widths = list(call["pad"])
     if call.get("mode", "constant") != "constant":
         if tree_has(PaddedSize, widths):
-            raise refuse(call, "a border of values is as wide as a padded size")
+            raise UnsupportedCall("a border of values is as wide as a padded size")
         return _pad_from_values(call, x)
     value = call["value"] or 0
     dims = list(x.dims)
@@ -36,11 +37,11 @@ def bordered(call: PaddedCall) -> PaddedValue:
         d = x.dim() - 1 - i
         left, right = widths[2 * i], widths[2 * i + 1]
         if isinstance(left, PaddedSize):
-            raise refuse(call, "where the first valid position lies depends on a padded size")
+            raise UnsupportedCall("where the first valid position lies depends on a padded size")
         if isinstance(right, PaddedSize):
             size = prefix_size(x, d) + left + right.size
             if size.has(rows_symbol()) or left < 0 or least(right.size, sizes) < 0:
-                raise refuse(call, "it cuts positions off, or adds rows to a ragged batch")
+                raise UnsupportedCall("it cuts positions off, or adds rows to a ragged batch")
             touched.append(d)
             dims[d] = padded_dim(max(most(size, sizes), x.shape[d] + left), size)
             widths[2 * i + 1] = bucket_of(dims[d]) - x.shape[d] - left
@@ -51,7 +52,7 @@ def bordered(call: PaddedCall) -> PaddedValue:
         elif left or right:
             size = prefix_size(x, d)
             if size.has(rows_symbol()):
-                raise refuse(call, "it adds rows to a ragged batch")
+                raise UnsupportedCall("it adds rows to a ragged batch")
             touched.append(d)
             dims[d] = padded_dim(
                 bucket, largest(0, size + left + right) if min(left, right) < 0 else size + left + right
@@ -90,7 +91,7 @@ def _pad_from_values(call: PaddedCall, x: PaddedValue) -> PaddedValue:
             continue
         size = prefix_size(x, d)
         if size.has(rows_symbol()):
-            raise refuse(call, "it adds rows to a ragged batch")
+            raise UnsupportedCall("it adds rows to a ragged batch")
         for n in host_sizes(x, d) or [x.shape[d]]:
             if mode in _MAX_EXCESS and max(left, right) > n + _MAX_EXCESS[mode]:
                 raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")

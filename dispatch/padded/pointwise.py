@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import is_same
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
@@ -76,7 +76,7 @@ def quantized_by_channel(call: PaddedCall) -> PaddedValue:
     """Quantize with a scale for each channel."""
     x: PaddedValue = call["self"]
     if x.is_padded(call["axis"] % x.dim()):
-        raise refuse(call, "the channels are padded")
+        raise UnsupportedCall("the channels are padded")
     return x.like(call.dense())
 
 
@@ -109,7 +109,7 @@ def copied(call: PaddedCall) -> PaddedValue:
     """Broadcast the source to the dtype and shape of the destination."""
     dims, sizes = broadcast([call["self"], call["src"]])
     if len(dims) != call["self"].dim():
-        raise refuse(call, "the source has more dims than the destination")
+        raise UnsupportedCall("the source has more dims than the destination")
     shape = tuple(map(bucket_of, dims))
     source = gradient_safe(call["src"], dims, shape, sizes)
     # Torch has no gradient of `copy` itself.

@@ -24,7 +24,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.sizes.dim_factors import is_prefix, merged, static_dims
@@ -55,7 +56,7 @@ def ranks(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | None:
         if mask is None:
             return None
         if mask.numel() != x.shape[d]:
-            raise refuse(call, "the valid positions of its flattened dim differ from row to row")
+            raise UnsupportedCall("the valid positions of its flattened dim differ from row to row")
         found = mask.reshape(-1).cumsum(0)
         if keeps:
             x.sizes.masks[key] = found

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.tree import PyTree, tree_find
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.sizes.dim_factors import static_dims
@@ -109,7 +110,7 @@ def _with_shared_batch(
     weights = [w for w in call.values if w is not x and all(w is not s for s in states)]
     features = [x.is_padded(x.dim() - 1), *(s.is_padded(d) for s in states for d in range(s.dim()) if d != s.dim() - 2)]
     if any(features) or any(w.padded_dims for w in weights):
-        raise refuse(call, "its features, its layers or its weights are padded")
+        raise UnsupportedCall("its features, its layers or its weights are padded")
     sizes = call.sizes()
     batch = broadcast_dim([x.dims[at], *(s.dims[-2] for s in states)], sizes)
     batched = PaddedValue(x.dense, (*x.dims[:at], batch, *x.dims[at + 1 :]), sizes)

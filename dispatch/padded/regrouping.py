@@ -26,13 +26,7 @@ from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
-from subtensors.dispatch.sizes.dim_factors import (
-    Factor,
-    Factors,
-    bucket_of,
-    size_of,
-    static_dims,
-)
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, size_of, static_dims
 from subtensors.dispatch.sizes.expressions import Size, divided, floor_divided, multiplied
 
 

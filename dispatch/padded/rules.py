@@ -2,7 +2,6 @@
 
 from subtensors.dispatch.padded import (  # noqa: F401
     attention,
-    batch_independent,
     carried_dims,
     contractions,
     copies,
@@ -16,9 +15,8 @@ from subtensors.dispatch.padded import (  # noqa: F401
     pointwise,
     recurrent,
     reductions,
-    softmax,
+    slicing,
     spatial,
-    splitting,
     views,
 )
 from subtensors.dispatch.padded.interpreter import run, run_call, table

@@ -68,14 +68,7 @@ FILLED: dict[Callable[..., PyTree], float | None] = {
 """Factories of a list of sizes, or of as many arguments, and what their results hold."""
 
 OF_BUCKETS: frozenset[Callable[..., PyTree]] = frozenset(
-    [
-        functional.layer_norm,
-        functional.rms_norm,
-        torch.layer_norm,
-        torch.rms_norm,
-        Tensor.unflatten,
-        torch.unflatten,
-    ]
+    [functional.layer_norm, functional.rms_norm, torch.layer_norm, torch.rms_norm, Tensor.unflatten, torch.unflatten]
 )
 """Functions that compare sizes with those of the buckets, and do not compute with them."""
 
