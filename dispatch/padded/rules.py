@@ -11,7 +11,6 @@ from subtensors.dispatch.padded import (  # noqa: F401
     losses,
     normalisation,
     order_statistics,
-    pad_ops,
     pointwise,
     recurrent,
     reductions,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.reduction_dims import min_value
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.copies import pad_dim
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
-from subtensors.dispatch.padded.pad_ops import pad_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.reductions import unpadded_index
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
