@@ -36,13 +36,38 @@ def contraction(call: PaddedCall) -> PyTree:
     if not has_map(call.op):
         raise UnsupportedCall("its dims are not named")
     key = call.op, *[x.dense.dim() for x in call.values]
-    product = _products.get(key)
-    if product is None:
-        product = _products[key] = _product(call)
-    if not product.letters:
+    if key not in _products:
+        _products[key] = _product(call)
+    names, letters, out, at = _products[key]
+    if not letters:
         return carry(call)
-    added = None if product.added is None else call.values[product.added]
-    return contract(call, product.names, product.letters, product.out, added)
+    operands, added = [call[name] for name in names], None if at is None else call.values[at]
+    sizes, tracked = call.sizes(), call.is_tracked
+    plan = _plan_contraction(
+        letters,
+        out,
+        tuple(x.dims for x in operands),
+        None if added is None else added.dims,
+        None if sizes is None else sizes.key,
+        tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
+    )
+    if tracked and _keeps_rows(operands, letters, added, out, plan.dims):
+        x = next(x for x in operands if x.padded_dims)
+        fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
+        product = result(call.dense(), plan.out, sizes, fill).gradient_masked()
+        x.gradient_is_zero_if(product)
+        return product
+    changed: dict[str, Tensor] = {}
+    for name, x, filling in zip(names, operands, plan.fillings, strict=True):
+        filled = _filled(x, filling, sizes)
+        if filled is not x.dense:
+            changed[name] = filled
+        if filling.is_complete:
+            x.gradient_is_zero_if()
+    product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
+    if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
+        return product.gradient_masked()
+    return product
 
 
 class _Product(NamedTuple):
@@ -76,73 +101,32 @@ def _product(call: PaddedCall) -> _Product:
 
 
 @table.register(aten.bilinear)
-def bilinear(call: PaddedCall) -> PaddedValue:
-    """`x1 @ weight @ x2.T`, row by row."""
-    x1, x2 = call["input1"], call["input2"]
-    if any(t is not None and t.padded_dims for t in (call["weight"], call["bias"])) or any(
-        x.is_padded(x.dim() - 1) for x in (x1, x2)
-    ):
+def bilinear(
+    call: PaddedCall, input1: PaddedValue, input2: PaddedValue, weight: PaddedValue, bias: PaddedValue | None
+) -> PaddedValue:
+    """`input1 @ weight @ input2.T`, row by row."""
+    given, sizes = {"input1": input1, "input2": input2}, call.sizes()
+    is_padded_elsewhere = any(t is not None and t.padded_dims for t in (weight, bias))
+    if is_padded_elsewhere or any(x.is_padded(x.dim() - 1) for x in given.values()):
         raise UnsupportedCall("its features are padded")
-    rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
-    filled = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
-    out = call.dense(dict(zip(("input1", "input2"), filled, strict=True)))
-    return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
+    rows = [broadcast_dim([a, b], sizes) for a, b in zip(input1.dims[:-1], input2.dims[:-1], strict=True)]
+    filled = {name: PaddedValue(x.dense, (*rows, x.dims[-1]), sizes).filled(0) for name, x in given.items()}
+    out = call.dense(filled)
+    return result(out, [*rows, *static_dims([out.shape[-1]])], sizes).gradient_masked()
 
 
 @table.register(aten.cov)
-def covariance(call: PaddedCall) -> PaddedValue:
+def covariance(
+    call: PaddedCall, x: PaddedValue, correction: int, fweights: PaddedValue | None, aweights: PaddedValue | None
+) -> PaddedValue:
     """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
-    x: PaddedValue = call["self"]
-    if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
+    if fweights is not None or aweights is not None or not x.dense.is_floating_point():
         raise UnsupportedCall("its columns have weights, or it is not floating point")
     rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
     distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
     product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
-    out = product.dense / (rows.valid_count([1]) - call["correction"]).clamp(min=0)
+    out = product.dense / (rows.valid_count([1]) - correction).clamp(min=0)
     return product.like(out) if rows.shape[0] > 1 else unpadded_value(out.reshape(()))
-
-
-def contract(
-    call: PaddedCall, names: Sequence[str], letters: tuple[str, ...], out: str, added: PaddedValue | None
-) -> PaddedValue:
-    """Compute a sum of products.
-
-    Args:
-        call: the call.
-        names: of its factors.
-        letters: of the dims of each factor.
-        out: those of the result.
-        added: an operand that is added.
-    """
-    operands = [call[name] for name in names]
-    sizes = call.sizes()
-    tracked = any(x.is_tracked for x in call.values)
-    plan = _plan_contraction(
-        letters,
-        out,
-        tuple(x.dims for x in operands),
-        None if added is None else added.dims,
-        None if sizes is None else sizes.key,
-        tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
-    )
-    dims = plan.dims
-    if tracked and _keeps_rows(operands, letters, added, out, dims):
-        x = next(x for x in operands if x.padded_dims)
-        fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
-        product = result(call.dense(), plan.out, sizes, fill).gradient_masked()
-        x.gradient_is_zero_if(product)
-        return product
-    changed: dict[str, Tensor] = {}
-    for name, x, filling in zip(names, operands, plan.fillings, strict=True):
-        filled = _filled(x, filling, sizes)
-        if filled is not x.dense:
-            changed[name] = filled
-        if filling.is_complete:
-            x.gradient_is_zero_if()
-    product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
-    if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
-        return product.gradient_masked()
-    return product
 
 
 class _Filling(NamedTuple):
@@ -247,13 +231,12 @@ def _keeps_rows(
 
 
 @table.register(aten._grouped_mm)
-def grouped_mm(call: PaddedCall) -> PaddedValue:
+def grouped_mm(call: PaddedCall, x: PaddedValue, mat2: PaddedValue, offs: PaddedValue | None) -> PaddedValue:
     """A product for each group of rows, which end where `offs` says: no group has the padding, so nothing reads it."""
-    x, weights, ends = call["self"], call["mat2"], call.get("offs")
-    if x.dim() != 2 or weights.dim() != 3 or x.is_padded(1) or weights.padded_dims or ends is None or ends.padded_dims:
+    if x.dim() != 2 or mat2.dim() != 3 or x.is_padded(1) or mat2.padded_dims or offs is None or offs.padded_dims:
         raise UnsupportedCall("it has padding elsewhere than in the rows of its groups")
     x = with_factors(x, 0, padded_dim(x.shape[0], size_of(x.dims[0])))
-    return result(call.dense({"self": x.dense}), [x.dims[0], weights.dims[2]], call.sizes())
+    return result(call.dense({"self": x.dense}), [x.dims[0], mat2.dims[2]], call.sizes())
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:

@@ -25,18 +25,16 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall
 from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.sizes.dim_factors import is_prefix, merged, static_dims
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 
-def ranks(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | None:
+def ranks(x: PaddedValue, d: int) -> Tensor | None:
     """Count the valid positions of a dim up to and including each.
 
     Args:
-        call: the call to refuse if there is no such count.
         x: the value.
         d: the dim.
 
@@ -63,11 +61,10 @@ def ranks(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | None:
     return found
 
 
-def in_bucket(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> Tensor:
+def in_bucket(x: PaddedValue, d: int, index: Tensor) -> Tensor:
     """Convert valid positions of a dim to positions in the bucket; those out of range get one beyond any slot.
 
     Args:
-        call: the call.
         x: the value that is indexed.
         d: the dim.
         index: positions, of any integer dtype.
@@ -75,16 +72,16 @@ def in_bucket(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> Tensor
     Raises:
         UnsupportedCall: the positions differ from row to row.
     """
-    rank = ranks(call, x, d)
+    rank = ranks(x, d)
     if rank is None:
         return index
     found = torch.searchsorted(rank, (index.long() + 1).contiguous())
     return torch.where((index < 0) | (index >= rank[-1]), x.shape[d] + 1, found)
 
 
-def in_valid(call: PaddedCall, x: PaddedValue, d: int, positions: Tensor) -> Tensor:
+def in_valid(x: PaddedValue, d: int, positions: Tensor) -> Tensor:
     """Convert positions in the bucket, of valid elements, to valid positions of a dim; see `in_bucket`."""
-    rank = ranks(call, x, d)
+    rank = ranks(x, d)
     return positions if rank is None else rank[positions] - 1
 
 
