@@ -17,8 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
-from subtensors.dispatch.padded import rules
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,
     dim_of,
@@ -31,7 +30,8 @@ from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.resampling import resampled
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
-from subtensors.padded.autograd import unwrap_with_grad, wrap_result, wrap_with_grad
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.fast_path import run_op
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -161,10 +161,8 @@ def _resampled(
 
 def _run(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> Tensor:
     """Run the rule of an op that returns one tensor, of which an argument may be the base."""
-    inner_args, inner_kwargs = tree_map_only(Tensor, unwrap_with_grad, (args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        out: PaddedValue = rules.run(op, inner_args, inner_kwargs)
-    return wrap_result(out, functools.partial(_run, op), args, kwargs)
+    out: Tensor = run_op(op, functools.partial(_run, op), args, kwargs)
+    return out
 
 
 def _indexed(x: Tensor, index: PyTree) -> PyTree:
