@@ -20,10 +20,9 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.carried_dims import carry
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
-from subtensors.dispatch.padded.regrouping import with_factors
+from subtensors.dispatch.padded.positions import rows_dim, with_factors
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of, static_dims
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.offset_reads import gather_along
 from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,

@@ -19,11 +19,18 @@ from subtensors.dispatch.ops.tree import Kwargs
 from subtensors.dispatch.padded.data_dependent import index_by_mask
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe
-from subtensors.dispatch.padded.positions import check_bounds, counted_from_start, flattened, in_bucket, ranks
-from subtensors.dispatch.padded.regrouping import with_factors
+from subtensors.dispatch.padded.positions import (
+    check_bounds,
+    counted_from_start,
+    flattened,
+    gather_along,
+    in_bucket,
+    ranks,
+    rows_dim,
+    with_factors,
+)
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,

@@ -39,7 +39,7 @@ from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tr
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
-from subtensors.dispatch.padded.regrouping import with_factors
+from subtensors.dispatch.padded.positions import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 
 table = RuleTable("PaddedTensor")

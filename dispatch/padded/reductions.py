@@ -20,9 +20,9 @@ from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_elements, table
-from subtensors.dispatch.padded.offset_reads import rows_dim
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, reduced_result, result
 from subtensors.dispatch.padded.pointwise import broadcast
+from subtensors.dispatch.padded.positions import rows_dim
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 

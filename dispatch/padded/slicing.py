@@ -16,7 +16,6 @@ import torch
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.padded.errors import DataDependentCall, UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
-from subtensors.dispatch.padded.offset_reads import take_range
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,
     bound_in,
@@ -28,6 +27,7 @@ from subtensors.dispatch.padded.padded_size import (
     value_at,
 )  # fmt: skip
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.positions import take_range
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims, with_dim
 from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, sliced, smallest

@@ -15,7 +15,7 @@ from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
-from subtensors.dispatch.padded.regrouping import regrouped
+from subtensors.dispatch.padded.positions import regrouped
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,
     bucket_of,

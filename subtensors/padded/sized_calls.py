@@ -27,7 +27,7 @@ from subtensors.dispatch.padded.padded_size import (
     true_expression,
 )
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.resampling import resampled
+from subtensors.dispatch.padded.spatial import resampled
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad

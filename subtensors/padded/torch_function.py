@@ -53,7 +53,7 @@ from subtensors.padded.fallback import fallbacks as fallbacks  # documented unde
 from subtensors.padded.inplace import assign_at_index, try_copy_storage, write_back, write_valid
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
 from subtensors.padded.replacements import REPLACEMENTS
-from subtensors.padded.shapes import numel_of, shape_of
+from subtensors.padded.size_debug import numel_of, shape_of
 from subtensors.padded.sized_calls import run_with_sizes
 from subtensors.padded.views import refresh_copies, remember_views
 
