@@ -11,7 +11,7 @@ import torch
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -114,22 +114,14 @@ def expand_as(call: PaddedCall) -> PyTree:
 @table.register(aten.meshgrid)
 def meshgrid(call: PaddedCall, tensors: Sequence[PaddedValue], indexing: str = "ij") -> list[PaddedValue]:
     """Expand each vector along a dim of its own over the dims of all others."""
-    vectors = [x if x.dim() else PaddedValue(x.dense.view(1), static_dims([1])) for x in tensors]
-    sizes = call.sizes()
-    dims = [x.dims[0] for x in vectors]
-    shape = [x.shape[0] for x in vectors]
-    outs = []
-    for i, x in enumerate(vectors):
-        at = [1] * len(vectors)
-        at[i] = -1
-        own: list[Factors] = [static_dims([1])[0]] * len(vectors)
-        own[i] = x.dims[0]
-        placed = PaddedValue(x.dense.view(at), tuple(own), x.sizes)
-        out = result(gradient_safe(placed, dims, shape, sizes).expand(shape), dims, sizes)
-        swapped = indexing == "xy" and len(vectors) > 1
-        axes = [1, 0, *range(2, len(vectors))]
-        outs.append(result(out.dense.permute(axes), [dims[a] for a in axes], sizes) if swapped else out)
-    return outs
+    views = []
+    for i, x in enumerate(tensors):
+        # A number is a vector of one.
+        after = len(tensors) - 1 - i + (not x.dim())
+        views.append(functools.reduce(lambda y, d: apply(aten.unsqueeze.default, y, d), [0] * i + [-1] * after, x))
+    outs: list[PaddedValue] = run(aten.broadcast_tensors.default, (views,), {})
+    swaps = indexing == "xy" and len(outs) > 1
+    return [apply(aten.transpose.int, x, 0, 1) for x in outs] if swaps else outs
 
 
 @table.register(aten.view_as, aten.reshape_as)
