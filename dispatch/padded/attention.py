@@ -51,7 +51,7 @@ def attention(
         mask = _mask(scores, attn_mask, is_causal, hides_keys)
     # The result of a padded query stays in its own row, but its gradient would reach all keys.
     operands = {
-        name: x.with_bounded_padding() if call.is_tracked else x.dense if x is query else x.with_finite_padding()
+        name: x.with_bounded_padding() if call.is_tracked else x.dense if name == "query" else x.with_finite_padding()
         for name, x in given.items()
     }
     out = call.dense({**operands, "attn_mask": mask, "is_causal": is_causal and not hides_keys})

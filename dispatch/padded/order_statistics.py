@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 def sort_valid_first(x: PaddedValue, d: int, descending: bool = False) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    rank = ranks(x, d)
+    rank = None if is_prefix(x.dims[d]) else ranks(x, d)
     if rank is not None and x.sizes is not None and x.sizes.rows is not None:
         raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
     last = min_value(x.dense.dtype) if descending else _above_all(x.dense.dtype)

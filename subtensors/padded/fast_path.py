@@ -31,7 +31,7 @@ from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
-from subtensors.padded.autograd import unwrap_with_grad, wrap_result
+from subtensors.padded.autograd import unwrap_with_grad, wrap_results
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
 
 MAX_CALLS = 4096
@@ -78,6 +78,7 @@ class SingleOp:
         op: the op.
         args, kwargs: its arguments, with a place for each tensor and each float that the call was given.
         fixed: the text of floats without a place, by their position in the call.
+        results: the type of several results; None of a single one.
         outcomes: by the floats of a call.
     """
 
@@ -85,6 +86,7 @@ class SingleOp:
     args: Sequence[PyTree]
     kwargs: Mapping[str, PyTree]
     fixed: Mapping[int, str] = field(default_factory=dict)
+    results: type | None = None
     outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def arguments(self, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
@@ -159,11 +161,13 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
     op_args, op_kwargs = single.arguments([*map(inner, key.given)])
     with torch._C.DisableTorchFunctionSubclass():
         call = PaddedCall(single.op, op_args, op_kwargs)
-        out: PaddedValue = rules.run_call(call)
+        out = rules.run_call(call)
+    if single.results is not None:
+        return single.results(wrap_results(out, func, args, kwargs))
     is_unchanged = call.unchanged is out.dense and out.padded_dims and out.sizes is key.sizes and out.view != "copy"
     if is_repeatable and is_unchanged and len(single.outcomes) < MAX_CALLS:
         single.outcomes[key.floats] = out.dims, out.fill, out.view
-    return wrap_result(out, func, args, kwargs)
+    return wrap_results([out], func, args, kwargs)[0]
 
 
 def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey | None:
@@ -215,13 +219,18 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
 
 
 def learn(
-    func: Callable[..., PyTree], args: Args, kwargs: Kwargs, single: tuple[OpOverload, Args, Kwargs] | None
+    func: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
+    single: tuple[OpOverload, Args, Kwargs] | None,
+    kind: type = Tensor,
 ) -> None:
     """Note which op a call was.
 
     Args:
         func, args, kwargs: the call.
         single: its op and the op's arguments, with the tensors that the call was given; None if it was several ops.
+        kind: the type of its result, or of the container of several.
     """
     key = call_key(func, args, kwargs)
     if key is None or key.values in _calls:
@@ -244,7 +253,8 @@ def learn(
     templates = [_Place(placed[j]) if j in placed else x for j, x in enumerate(arguments)]
     named = dict(zip(op_kwargs, templates[len(op_args) :], strict=True))
     fixed = {i: repr(x) for i, x in given.items() if isinstance(x, float) and i not in placed.values()}
-    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed))
+    results = None if issubclass(kind, Tensor) else kind
+    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed, results))
 
 
 def _is_same(x: PyTree, y: PyTree) -> bool:

@@ -166,6 +166,12 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             f"{name} on a PaddedTensor has no rule under torch.export: export the program of the unpadded tensors, or "
             f"compile it with torch.compile"
         )
+    try:
+        answer = fast_path.try_fast_path(func, args, kwargs)
+    except RuleError as error:
+        return run_on_unpadded_data(func, args, kwargs, error)
+    if answer is not NotImplemented:
+        return answer
     if is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
@@ -174,9 +180,6 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     if name == "copy_" and len(args) > 1 and try_copy_storage(args[0], args[1]):
         return args[0]
     try:
-        answer = fast_path.try_fast_path(func, args, kwargs)
-        if answer is not NotImplemented:
-            return answer
         if tree_has(PaddedSize, (args, kwargs)):
             return run_with_sizes(func, args, kwargs)
         if isinstance(func, (torch.ScriptMethod, torch.ScriptFunction)):
@@ -242,14 +245,17 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
 
 
 def _learn(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, frame: CallFrame, out: PyTree) -> None:
-    """Let another call of the function go by its rule directly, if it is one op that writes to nothing."""
+    """Repeat this call by its rule next time, if it is one op that writes to nothing."""
     if not frame.ops or dispatcher.is_intercepted():
         return
-    single = None
-    if len(frame.ops) == 1 and isinstance(out, PaddedTensor) and out is frame.ops[0][3]:
-        op, *arguments, _ = frame.ops[0]
-        single = op, *tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
-    fast_path.learn(func, args, kwargs, single)
+    op, *arguments, found = frame.ops[0]
+    outs, results = ([*x] if isinstance(x, tuple | list) else [x] for x in (out, found))
+    is_single = len(frame.ops) == 1 and len(outs) == len(results) and all(isinstance(x, PaddedTensor) for x in outs)
+    if is_single and all(x is y for x, y in zip(outs, results, strict=True)):
+        given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
+        fast_path.learn(func, args, kwargs, (op, *given), type(out))
+    else:
+        fast_path.learn(func, args, kwargs, None)
 
 
 def _run_script(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
