@@ -98,7 +98,8 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
             continue
         if not value.is_padded(d):
             out = value.dense.repeat([int(count) if e == d else 1 for e in range(value.dim())])
-            sizes, factors, fill = sizes_with(value.sizes, count), (static(out.shape[d]),), value.fill
+            sizes, fill = sizes_with(value.sizes, count), value.fill
+            factors: Factors = (static(out.shape[d]),)
             if isinstance(count, PaddedSize):
                 size, fill = multiplied(value.shape[d], count.size), value.fill_if_shifted
                 if most(count.size, sizes) > count:

@@ -136,10 +136,10 @@ def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor) -> PaddedValue:
     rank = _POOLED_DIMS[call.op.overloadpacket]
     options = [call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.get("dilation", 1)]
     windows = zip(*[_per_dim(option, rank) for option in options], strict=True)
-    sizes = [
-        convolved(prefix_size(x, d) if x.is_padded(d) else 0, *window, call["ceil_mode"])
-        for d, window in enumerate(windows, start=x.dim() - rank)
-    ]
+    sizes = []
+    for d, (kernel, stride, padding, dilation) in enumerate(windows, start=x.dim() - rank):
+        size = prefix_size(x, d) if x.is_padded(d) else 0
+        sizes.append(convolved(size, kernel, stride, padding, dilation, call["ceil_mode"]))
     return _resized(x, out, x.dims[: x.dim() - rank], sizes)
 
 

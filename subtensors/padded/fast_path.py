@@ -67,7 +67,7 @@ Outcome = tuple[tuple[Factors, ...], Fill | None, Literal["", "alias", "copy"]]
 class _Place(NamedTuple):
     """The place of an argument of the call among those of its op."""
 
-    index: int
+    at: int
 
 
 @dataclass(eq=False)
@@ -91,9 +91,9 @@ class SingleOp:
 
     def arguments(self, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
         """Return the op's arguments for those of a call."""
-        args = [given[x.index] if type(x) is _Place else x for x in self.args]
+        args = [given[x.at] if type(x) is _Place else x for x in self.args]
         named = self.kwargs.items()
-        return args, {name: given[x.index] if type(x) is _Place else x for name, x in named} if named else {}
+        return args, {name: given[x.at] if type(x) is _Place else x for name, x in named} if named else {}
 
 
 _calls: dict[tuple[object, ...], SingleOp | None] = {}
