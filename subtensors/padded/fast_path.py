@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,8 +35,23 @@ from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
 
+aten = torch.ops.aten
+
 MAX_CALLS = 4096
 """The most calls that are known at a time, and the most outcomes of each."""
+
+SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
+    Tensor.view: aten.view.default,
+    Tensor.reshape: aten.reshape.default,
+    torch.reshape: aten.reshape.default,
+    Tensor.expand: aten.expand.default,
+    Tensor.repeat: aten.repeat.default,
+    Tensor.new_zeros: aten.new_zeros.default,
+    Tensor.new_ones: aten.new_ones.default,
+    Tensor.new_empty: aten.new_empty.default,
+    Tensor.contiguous: aten.contiguous.default,
+}
+"""Functions of a list of sizes, or of as many arguments, or of none; and the op that each is, or may skip."""
 
 _SEQUENCES = frozenset([tuple, list, torch.Size])
 _INTS = frozenset([int, PaddedSize])
@@ -106,9 +122,11 @@ def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
         return args[0]
     if dispatcher.is_intercepted():
         return NotImplemented
-    if func is Tensor.contiguous and len(args) == 1 and not kwargs:
-        # Of a contiguous tensor it would be no op.
-        return run_op(torch.ops.aten.contiguous.default, func, args, kwargs)
+    if func in SHAPE_OPS and not kwargs and type(args[0]) is PaddedTensor:
+        if len(args) > 1 and type(args[1]) in _INTS:
+            args = args[0], args[1:]
+        if len(args) == 1 + (func is not Tensor.contiguous) and type(args[-1]) in (*_SEQUENCES, PaddedTensor):
+            return run_op(SHAPE_OPS[func], func, args, kwargs)
     key = call_key(func, args, kwargs)
     single = _calls.get(key.values) if key is not None else None
     if key is None or single is None:
@@ -178,13 +196,9 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
     values: list[object] = [func, *kwargs]
     operands: list[PyTree] = []
     floats: list[object] = []
-    tensors: list[Tensor] = []
+    tensors: list[int] = []
     for x in given:
         kind = type(x)
-        if kind is PaddedTensor or kind in PLAIN_TYPES:
-            # One tensor that is given twice is no two tensors.
-            values += [i for i, y in enumerate(tensors) if y is x]
-            tensors.append(x)
         if kind is PaddedTensor:
             own, dense = x._sizes, x._dense
             if own is not sizes:
@@ -194,9 +208,11 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             is_alike = is_alike and own is not None and x._view_source is None
             values += (x._dims, dense.dtype, dense.device, fill_of(x), x._view)
             operands.append(dense)
+            tensors.append(id(x))
         elif kind in PLAIN_TYPES:
             values += (x.shape, x.dtype, x.device)
             operands.append(x)
+            tensors.append(id(x))
         elif kind is float:
             values.append(kind)
             floats.append(x or repr(x))  # the sign of a zero matters
@@ -213,6 +229,9 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             operands.append(x)
         else:
             return None
+    if len(tensors) > 1 and len({*tensors}) < len(tensors):
+        # One tensor that is given twice is no two tensors.
+        values.append(tuple(map(tensors.index, tensors)))
     # Rules compare sizes for every value up to their buckets, which are part of the key.
     one_run = sizes if is_alike and sizes is not None and sizes.rows is None else None
     return CallKey(tuple(values), given, operands, tuple(floats), one_run)
@@ -246,7 +265,9 @@ def learn(
         at = [j for j, y in enumerate(arguments) if _is_same(x, y)]
         if isinstance(x, Tensor) and not at:
             return
-        if isinstance(x, Tensor) or (len(at) == 1 and sum(_is_same(x, y) for y in given.values()) == 1):
+        # Code in Python may compute with a float, which happens to be its own result.
+        is_computed = isinstance(func, FunctionType) or len(at) != 1
+        if isinstance(x, Tensor) or (not is_computed and sum(_is_same(x, y) for y in given.values()) == 1):
             placed |= dict.fromkeys(at, i)
     if any(isinstance(x, Tensor) and j not in placed for j, x in enumerate(arguments)):
         return

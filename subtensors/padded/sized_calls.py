@@ -31,23 +31,11 @@ from subtensors.dispatch.padded.spatial import resampled
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
-from subtensors.padded.fast_path import run_op
+from subtensors.padded.fast_path import SHAPE_OPS, run_op
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
 
 aten = torch.ops.aten
-
-SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
-    Tensor.view: aten.view.default,
-    Tensor.reshape: aten.reshape.default,
-    torch.reshape: aten.reshape.default,
-    Tensor.expand: aten.expand.default,
-    Tensor.repeat: aten.repeat.default,
-    Tensor.new_zeros: aten.new_zeros.default,
-    Tensor.new_ones: aten.new_ones.default,
-    Tensor.new_empty: aten.new_empty.default,
-}
-"""Functions of a list of sizes, or of as many arguments, and the op that each is."""
 
 OPS: dict[Callable[..., PyTree], OpOverload] = {
     **dict.fromkeys([torch.narrow, Tensor.narrow], aten.narrow.default),
