@@ -238,15 +238,9 @@ def _bordered_by_values(x: PaddedValue, mode: str, widths: Sequence[int]) -> Pad
 
 
 def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
-    """Pad one dim with values of its valid part.
+    """Pad one dim with values of its valid part, `left` positions before the first and up to `bucket` in all.
 
-    Args:
-        x: the value.
-        d: the dim.
-        mode: "replicate", "reflect" or "circular".
-        left: how many positions come before the first.
-        bucket: how many there are in all.
-        factors: the dim of the result, whose valid positions may be more than the true size.
+    The factors are the dim of the result, whose valid positions may be more than the true size.
     """
     position = torch.arange(bucket, device=x.dense.device) - left
     return gather_along(x, d, _SOURCE_POSITION[mode](position, _true_end(x, d)), factors)

@@ -51,14 +51,9 @@ from subtensors.dispatch.torch_internals.dispatcher import is_traced
 def take_range(
     x: PaddedValue, dim: int, first: Tensor | int, count: int, factors: Factors, step: int = 1
 ) -> PaddedValue:
-    """Copy `count` positions of a dim from `first` on, a step apart; the result is marked as a copied view.
+    """Copy `count` positions of a dim from `first` on, () or (rows,) int64, a step apart; those beyond are padding.
 
-    Args:
-        x: the value.
-        dim: the dim.
-        first: () or (rows,) int64, the position of the first.
-        count: the number of positions; those beyond the end are padding.
-        factors: the dim of the result.
+    The dim of the result has these factors, and the result is marked as a copied view.
     """
     steps = torch.arange(count, device=x.dense.device) * step
     start = torch.as_tensor(first, device=x.dense.device)
@@ -67,13 +62,9 @@ def take_range(
 
 
 def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> PaddedValue:
-    """Read the positions of a dim that an index gives; positions out of range read padding.
+    """Read the positions of a dim that an index gives, (count,) or, for a ragged batch, (rows, count) int64.
 
-    Args:
-        x: the value.
-        dim: the dim.
-        index: (count,) or, for a ragged batch, (rows, count) int64.
-        factors: the dim of the result.
+    Positions out of range read padding. The dim of the result has these factors.
     """
     index = index.clamp(0, x.shape[dim] - 1)
     if index.dim() == 1:
@@ -211,17 +202,9 @@ def _quotient(size: Size, by: Size, sizes: TrueSizes) -> Size | None:
 
 
 def ranks(x: PaddedValue, d: int) -> Tensor | None:
-    """Count the valid positions of a dim up to and including each.
+    """Count the valid positions of a dim up to and including each, (bucket,) int64.
 
-    Args:
-        x: the value.
-        d: the dim.
-
-    Returns:
-        (bucket,) int64; None where the valid positions come first, so that both ways of counting agree.
-
-    Raises:
-        UnsupportedCall: the positions differ from row to row.
+    Returns None where the valid positions come first, so that both ways of counting agree.
     """
     if not x.is_padded(d) or is_prefix(x.dims[d]) or x.sizes is None:
         return None
@@ -241,16 +224,7 @@ def ranks(x: PaddedValue, d: int) -> Tensor | None:
 
 
 def in_bucket(x: PaddedValue, d: int, index: Tensor) -> Tensor:
-    """Convert valid positions of a dim to positions in the bucket; those out of range get one beyond any slot.
-
-    Args:
-        x: the value that is indexed.
-        d: the dim.
-        index: positions, of any integer dtype.
-
-    Raises:
-        UnsupportedCall: the positions differ from row to row.
-    """
+    """Convert valid positions of a dim, of any integer dtype, to those in the bucket, or to one beyond any slot."""
     rank = ranks(x, d)
     if rank is None:
         return index

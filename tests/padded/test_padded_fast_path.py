@@ -188,3 +188,31 @@ def test_a_call_with_a_cached_outcome_makes_few_python_calls() -> None:
         assert python_calls(call) <= 32
     _ = x.shape
     assert python_calls(lambda: x.shape) <= 6
+
+
+@torch.no_grad()
+def test_a_repeated_call_takes_its_own_tensors_and_numbers() -> None:
+    s, t = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    x, y = st.pad(s, {1: SEQ}), st.pad(t, {1: SEQ})
+    for _ in range(3):
+        for a, b, wanted in ((x, x, s + s), (x, y, s + t), (y, x, t + s), (y, y, t + t)):
+            torch.testing.assert_close((a + b).unpad(), wanted)
+        for number in (0.5, -2.0, 0.0, -0.0):
+            torch.testing.assert_close((x * number).unpad(), s * number)
+            assert torch.equal(torch.signbit((x * number).unpad()), torch.signbit(s * number))
+            torch.testing.assert_close(F.leaky_relu(x, number).unpad(), F.leaky_relu(s, number))
+            torch.testing.assert_close(torch.add(x, y, alpha=number).unpad(), s + t * number)
+        values, positions = x.sort(1)
+        torch.testing.assert_close(values.unpad(), s.sort(1).values)
+        torch.testing.assert_close(positions.unpad(), s.sort(1).indices)
+        assert type(x.sort(1)) is type(s.sort(1))
+        assert [part.shape for part in x.split(3, 2)] == [(2, 8, 3), (2, 8, 3)]
+
+
+@torch.no_grad()
+def test_a_call_that_may_be_no_op_is_one_only_where_it_has_to_be() -> None:
+    x = st.pad(torch.randn(2, 5, 6), {1: SEQ})
+    for _ in range(3):
+        assert x.to(torch.float64).dtype == torch.float64
+        assert x.to(torch.float32) is x
+        assert x.transpose(0, 1).contiguous().is_contiguous()
