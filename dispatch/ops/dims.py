@@ -176,7 +176,12 @@ def _bound_map(op: OpOverload) -> Callable[[Mapping[str, PyTree], Sequence[Opera
     return bound
 
 
-_SYNONYMS = {"x": ("self", "input", "A"), "dim": ("dims", "dimension"), "size": ("shape",), "padding": ("pad",)}
+_SYNONYMS = {
+    "x": ("self", "input", "A", "condition"),
+    "dim": ("dims", "dimension"),
+    "size": ("shape",),
+    "padding": ("pad",),
+}
 """Names that overloads have for the same argument."""
 
 

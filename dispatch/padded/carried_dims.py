@@ -18,7 +18,7 @@ from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
@@ -69,7 +69,7 @@ def carry(call: PaddedCall) -> PyTree:
     if plan.across:
         rule = table.resolved_across.get(call.op) or table.lookup_across(call.op)
         if rule is None:
-            raise refuse(call, "it combines valid positions with padding")
+            raise UnsupportedCall("it combines valid positions with padding")
         call.is_across = True
         return rule(call)
     found = plan.found
@@ -122,11 +122,11 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> Carr
         return CarryPlan(True, dims, found)
     several = len(values) > 1
     is_read = several and op_class(call.op) is OpClass.SCATTER_GATHER
-    if is_read and _lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
+    if is_read and lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
         # An index may be shorter than what it indexes, and its bucket as long.
         return CarryPlan(True, dims, found)
     sums = several and any(
-        x.is_tracked and _lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
+        x.is_tracked and lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
     )
     return CarryPlan(False, dims, found, is_read, sums)
 
@@ -175,7 +175,7 @@ def _dims_of(labels: Labels, t: Tensor, dims: dict[Label, Factors]) -> list[Fact
     return own
 
 
-def _lacks(x: PaddedValue, labels: Labels, dims: dict[Label, Factors], padded: set[Label]) -> bool:
+def lacks(x: PaddedValue, labels: Labels, dims: dict[Label, Factors], padded: set[Label]) -> bool:
     """Return whether the gradient of an operand sums over padding, or takes all of it as valid."""
     return any(label not in labels or not is_padded_alike(x.dims[labels.index(label)], dims[label]) for label in padded)
 

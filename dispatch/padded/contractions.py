@@ -6,7 +6,6 @@ grad the other is filled along those dims too, and the result's gradient is mask
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,16 +14,16 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.dim_table import has_map
+from subtensors.dispatch.ops.dims import Label
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.carried_dims import carry
+from subtensors.dispatch.padded.carried_dims import MAX_PLANS, carry, lacks
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import rows_dim
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
-from subtensors.dispatch.padded.regrouping import with_factors
-from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, rows_symbol
+from subtensors.dispatch.padded.pointwise import broadcast_dim
+from subtensors.dispatch.padded.positions import rows_dim, with_factors
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of, static_dims
 
 aten = torch.ops.aten
@@ -34,119 +33,34 @@ aten = torch.ops.aten
 def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
     if not has_map(call.op):
-        raise refuse(call, "its dims are not named")
-    key = call.op, *[x.dense.dim() for x in call.values]
-    product = _products.get(key)
-    if product is None:
-        product = _products[key] = _product(call)
-    if not product.letters:
+        raise UnsupportedCall("its dims are not named")
+    sizes, tracked = call.sizes(), call.is_tracked
+    shown = tuple([(x.dims, x.is_tracked) for x in call.values] if tracked else [x.dims for x in call.values])
+    key = call.op, shown, None if sizes is None else sizes.key
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _planned(call, sizes)
+    if not plan.names:
         return carry(call)
-    added = None if product.added is None else call.values[product.added]
-    return contract(call, product.names, product.letters, product.out, added)
-
-
-class _Product(NamedTuple):
-    """The dims of a product, which depend on the numbers of dims of its operands alone.
-
-    Args:
-        names: of the factors.
-        letters: of the dims of each factor; none if the op is no product.
-        out: those of the result.
-        added: the index of an operand that is added.
-    """
-
-    names: tuple[str, ...]
-    letters: tuple[str, ...]
-    out: str
-    added: int | None
-
-
-_products: dict[tuple[object, ...], _Product] = {}
-
-
-def _product(call: PaddedCall) -> _Product:
-    found = call.dims()
-    named = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
-    factors = [i for i in range(len(named)) if i != found.added]
-    (out,) = found.results
-    if not found.combined.isdisjoint(out):
-        return _Product((), (), "", None)
-    letters = tuple("".join(map(str, found.operands[i])) for i in factors)
-    return _Product(tuple(named[i] for i in factors), letters, "".join(map(str, out)), found.added)
-
-
-@table.register(aten.bilinear)
-def bilinear(call: PaddedCall) -> PaddedValue:
-    """`x1 @ weight @ x2.T`, row by row."""
-    x1, x2 = call["input1"], call["input2"]
-    if any(t is not None and t.padded_dims for t in (call["weight"], call["bias"])) or any(
-        x.is_padded(x.dim() - 1) for x in (x1, x2)
-    ):
-        raise refuse(call, "its features are padded")
-    rows = [broadcast_dim([a, b], call.sizes()) for a, b in zip(x1.dims[:-1], x2.dims[:-1], strict=True)]
-    filled = [PaddedValue(x.dense, (*rows, x.dims[-1]), call.sizes()).filled(0) for x in (x1, x2)]
-    out = call.dense(dict(zip(("input1", "input2"), filled, strict=True)))
-    return result(out, [*rows, *static_dims([out.shape[-1]])], call.sizes()).gradient_masked()
-
-
-@table.register(aten.cov)
-def covariance(call: PaddedCall) -> PaddedValue:
-    """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
-    x: PaddedValue = call["self"]
-    if call["fweights"] is not None or call["aweights"] is not None or not x.dense.is_floating_point():
-        raise refuse(call, "its columns have weights, or it is not floating point")
-    rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
-    distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
-    product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
-    out = product.dense / (rows.valid_count([1]) - call["correction"]).clamp(min=0)
-    return product.like(out) if rows.shape[0] > 1 else unpadded_value(out.reshape(()))
-
-
-def contract(
-    call: PaddedCall,
-    names: Sequence[str],
-    letters: tuple[str, ...],
-    out: str,
-    added: PaddedValue | None,
-) -> PaddedValue:
-    """Compute a sum of products.
-
-    Args:
-        call: the call.
-        names: of its factors.
-        letters: of the dims of each factor.
-        out: those of the result.
-        added: an operand that is added.
-    """
-    operands = [call[name] for name in names]
-    sizes = call.sizes()
-    tracked = any(x.is_tracked for x in call.values)
-    plan = _plan_contraction(
-        letters,
-        out,
-        tuple(x.dims for x in operands),
-        None if added is None else added.dims,
-        None if sizes is None else sizes.key,
-        tuple(x.is_tracked for x in operands) if tracked else _NEITHER,
-    )
-    dims = plan.dims
-    if tracked and _keeps_rows(operands, letters, added, out, dims):
-        x = next(x for x in operands if x.padded_dims)
+    operands = [call[name] for name in plan.names]
+    added = None if plan.added is None else call.values[plan.added]
+    if tracked and plan.kept is not None and operands[plan.kept].padding_is_finite:
+        x = operands[plan.kept]
         fill = EDGE_FILL if x.fill == EDGE_FILL else _fill_after(operands, added)
         product = result(call.dense(), plan.out, sizes, fill).gradient_masked()
         x.gradient_is_zero_if(product)
         return product
     changed: dict[str, Tensor] = {}
-    for name, x, filling in zip(names, operands, plan.fillings, strict=True):
+    for name, x, filling in zip(plan.names, operands, plan.fillings, strict=True):
         filled = _filled(x, filling, sizes)
         if filled is not x.dense:
             changed[name] = filled
         if filling.is_complete:
             x.gradient_is_zero_if()
     product = result(call.dense(changed), plan.out, sizes, _fill_after(operands, added))
-    if plan.is_summed or (added is not None and added.is_tracked and plan.added_lacks):
-        return product.gradient_masked()
-    return product
+    return product.gradient_masked() if plan.is_summed else product
 
 
 class _Filling(NamedTuple):
@@ -163,115 +77,115 @@ class _Filling(NamedTuple):
     is_complete: bool
 
 
-class _ContractionPlan(NamedTuple):
-    """The part of a contraction's plan that depends only on the dims of its operands.
+class _Plan(NamedTuple):
+    """The part of a contraction that depends only on the dims of its operands, and on whether they require grad.
 
     Args:
-        dims: of each letter.
-        out: of the result.
-        fillings: of each operand.
+        names: of the factors; none if the op is no product.
+        added: the index of an operand that is added.
+        out: the dims of the result.
+        fillings: of each factor.
         is_summed: whether a requested gradient sums over padded positions of the result.
-        added_lacks: whether the gradient of the added operand does.
+        kept: the factor that alone is padded, along dims of the result that no other operand has. Its padded rows are
+            rows of the result; they are combined with gradients only, which are zero there.
     """
 
-    dims: dict[str, Factors]
-    out: tuple[Factors, ...]
-    fillings: list[_Filling]
-    is_summed: bool
-    added_lacks: bool
+    names: tuple[str, ...] = ()
+    added: int | None = None
+    out: tuple[Factors, ...] = ()
+    fillings: Sequence[_Filling] = ()
+    is_summed: bool = False
+    kept: int | None = None
 
 
-_NEITHER = (False, False)
+_plans: dict[tuple[object, ...], _Plan] = {}
 
 
-@functools.lru_cache(4096)
-def _plan_contraction(
-    letters: tuple[str, ...],
-    out: str,
-    operands: tuple[tuple[Factors, ...], ...],
-    added: tuple[Factors, ...] | None,
-    sizes: SizeKey | None,
-    tracked: tuple[bool, ...],
-) -> _ContractionPlan:
-    """Plan a contraction from the dims of its operands.
-
-    Args:
-        letters: of the dims of each operand.
-        out: of the result's.
-        operands, added: their dims.
-        sizes: the true sizes behind the dims.
-        tracked: the operands that require grad.
-    """
-    dims: dict[str, Factors] = {}
-    for letter in dict.fromkeys("".join(letters)):
-        factors = [own[at.index(letter)] for own, at in zip(operands, letters, strict=True) if letter in at]
-        dims[letter] = broadcast_dim(factors, sizes)
-    for back in range(1, len(added or ()) + 1):
-        assert added is not None
-        dims[out[-back]] = broadcast_dim([added[-back], dims[out[-back]]], sizes)
-    contracted = {letter for letter in dims if letter not in out}
-    lacking = [_lacks(own, at, out, dims) for own, at in zip(operands, letters, strict=True)]
-    sums = [is_tracked and lacks for is_tracked, lacks in zip(tracked, lacking, strict=True)]
+def _planned(call: PaddedCall, sizes: TrueSizes | None) -> _Plan:
+    found = call.dims()
+    (out,) = found.results
+    if not found.combined.isdisjoint(out):
+        return _Plan()
+    named = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
+    factors = [i for i in range(len(named)) if i != found.added]
+    labels = [found.operands[i] for i in factors]
+    operands = [call.values[i] for i in factors]
+    dims: dict[Label, Factors] = {}
+    for label in dict.fromkeys(label for at in labels for label in at):
+        own = [x.dims[at.index(label)] for x, at in zip(operands, labels, strict=True) if label in at]
+        dims[label] = broadcast_dim(own, sizes)
+    added = None if found.added is None else (call.values[found.added], found.operands[found.added])
+    for label, own_dim in zip(added[1], added[0].dims, strict=True) if added is not None else ():
+        dims[label] = broadcast_dim([own_dim, dims[label]], sizes)
+    padded = {label for label, factors in dims.items() if is_padded(factors)}
+    sums = [x.is_tracked and lacks(x, at, dims, padded & {*out}) for x, at in zip(operands, labels, strict=True)]
     fillings = []
-    for own, at, other_sums in zip(operands, letters, reversed(sums), strict=True):
-        to_fill = {letter for letter in at if letter in contracted} | (set(at) if other_sums else set())
+    for x, at, other_sums in zip(operands, labels, reversed(sums), strict=True):
+        to_fill = {*at} if other_sums else {*at} - {*out}
         assumed = tuple(
-            dims[letter] if letter in to_fill and bucket_of(own[i]) == bucket_of(dims[letter]) else own[i]
-            for i, letter in enumerate(at)
+            dims[label] if label in to_fill and bucket_of(own) == bucket_of(dims[label]) else own
+            for own, label in zip(x.dims, at, strict=True)
         )
-        is_complete = to_fill.issuperset(at[d] for d, factors in enumerate(own) if is_padded(factors))
-        wanted = [i for i, letter in enumerate(at) if letter in to_fill]
-        fillings.append(_Filling(wanted, None if assumed == own or sizes is None else assumed, is_complete))
-    lacks_added = added is not None and _lacks(added, out[len(out) - len(added) :], out, dims)
-    return _ContractionPlan(dims, tuple(dims[letter] for letter in out), fillings, any(sums), lacks_added)
+        is_complete = to_fill.issuperset(at[d] for d in x.padded_dims)
+        wanted = [i for i, label in enumerate(at) if label in to_fill]
+        fillings.append(_Filling(wanted, None if assumed == x.dims or sizes is None else assumed, is_complete))
+    is_summed = any(sums)
+    shared: set[Label] = set()
+    if added is not None:
+        is_summed = is_summed or (added[0].is_tracked and lacks(*added, dims, padded & {*out}))
+        shared = {label for label, n in zip(added[1], added[0].shape, strict=True) if n != 1}
+    kept = [i for i, x in enumerate(operands) if x.padded_dims]
+    if len(kept) == 1:
+        own_labels = {labels[kept[0]][d] for d in operands[kept[0]].padded_dims}
+        others = {label for i, at in enumerate(labels) if i != kept[0] for label in at}
+        kept = kept if own_labels == padded and padded <= {*out} - others - shared else []
+    names = tuple(named[i] for i in factors)
+    own_kept = kept[0] if len(kept) == 1 else None
+    return _Plan(names, found.added, tuple(dims[label] for label in out), fillings, is_summed, own_kept)
 
 
-def _keeps_rows(
-    operands: Sequence[PaddedValue],
-    letters: Sequence[str],
-    added: PaddedValue | None,
-    out: str,
-    dims: dict[str, Factors],
-) -> bool:
-    """Return whether one operand alone is padded, with finite padding, along dims of the result that no other has.
+@table.register(aten.bilinear)
+def bilinear(
+    call: PaddedCall, input1: PaddedValue, input2: PaddedValue, weight: PaddedValue, bias: PaddedValue | None
+) -> PaddedValue:
+    """`input1 @ weight @ input2.T`, row by row."""
+    given, sizes = {"input1": input1, "input2": input2}, call.sizes()
+    is_padded_elsewhere = any(t is not None and t.padded_dims for t in (weight, bias))
+    if is_padded_elsewhere or any(x.is_padded(x.dim() - 1) for x in given.values()):
+        raise UnsupportedCall("its features are padded")
+    rows = [broadcast_dim([a, b], sizes) for a, b in zip(input1.dims[:-1], input2.dims[:-1], strict=True)]
+    filled = {name: PaddedValue(x.dense, (*rows, x.dims[-1]), sizes).filled(0) for name, x in given.items()}
+    out = call.dense(filled)
+    return result(out, [*rows, *static_dims([out.shape[-1]])], sizes).gradient_masked()
 
-    Its padded rows are then rows of the result; they are combined with gradients only, which are zero there.
-    """
-    padded = [(x, at) for x, at in zip(operands, letters, strict=True) if x.padded_dims]
-    if len(padded) != 1 or not padded[0][0].padding_is_finite:
-        return False
-    x, at = padded[0]
-    own = {at[d] for d in x.padded_dims}
-    other_letters = set("".join(letters).replace(at, "", 1))
-    addend_letters = set() if added is None else {out[-b] for b in range(1, added.dim() + 1) if added.shape[-b] != 1}
-    return (
-        own == {letter for letter in dims if is_padded(dims[letter])}
-        and own <= set(out) - other_letters - addend_letters
-    )
+
+@table.register(aten.cov)
+def covariance(
+    call: PaddedCall, x: PaddedValue, correction: int, fweights: PaddedValue | None, aweights: PaddedValue | None
+) -> PaddedValue:
+    """Products of deviations from the row means, divided by the number of valid columns minus the correction."""
+    if fweights is not None or aweights is not None or not x.dense.is_floating_point():
+        raise UnsupportedCall("its columns have weights, or it is not floating point")
+    rows = x if x.dim() == 2 else apply(aten.unsqueeze.default, x, 0)
+    distance = apply(aten.sub.Tensor, rows, apply(aten.mean.dim, rows, [1], True))
+    product = apply(aten.matmul.default, distance, apply(aten.t.default, distance))
+    out = product.dense / (rows.valid_count([1]) - correction).clamp(min=0)
+    return product.like(out) if rows.shape[0] > 1 else unpadded_value(out.reshape(()))
 
 
 @table.register(aten._grouped_mm)
-def grouped_mm(call: PaddedCall) -> PaddedValue:
+def grouped_mm(call: PaddedCall, x: PaddedValue, mat2: PaddedValue, offs: PaddedValue | None) -> PaddedValue:
     """A product for each group of rows, which end where `offs` says: no group has the padding, so nothing reads it."""
-    x, weights, ends = call["self"], call["mat2"], call.get("offs")
-    if x.dim() != 2 or weights.dim() != 3 or x.is_padded(1) or weights.padded_dims or ends is None or ends.padded_dims:
-        raise refuse(call, "it has padding elsewhere than in the rows of its groups")
+    if x.dim() != 2 or mat2.dim() != 3 or x.is_padded(1) or mat2.padded_dims or offs is None or offs.padded_dims:
+        raise UnsupportedCall("it has padding elsewhere than in the rows of its groups")
     x = with_factors(x, 0, padded_dim(x.shape[0], size_of(x.dims[0])))
-    return result(call.dense({"self": x.dense}), [x.dims[0], weights.dims[2]], call.sizes())
+    return result(call.dense({"self": x.dense}), [x.dims[0], mat2.dims[2]], call.sizes())
 
 
 def _fill_after(operands: Sequence[PaddedValue], added: PaddedValue | None) -> Fill | None:
     """Return the known fill: products with zeros are zeros if the other factors are finite; addends keep theirs."""
     is_zero = all(x.fill == 0 for x in operands if x.padded_dims)
     return FINITE_FILL if is_zero and (added is None or not added.padded_dims or added.fill is not None) else None
-
-
-def _lacks(own: Sequence[Factors], at: str, out: str, dims: dict[str, Factors]) -> bool:
-    """Return whether the operand's gradient sums over a padded dim of the result, or takes all of it as valid."""
-    for letter in out:
-        if is_padded(dims[letter]) and (letter not in at or not is_padded_alike(own[at.index(letter)], dims[letter])):
-            return True
-    return False
 
 
 def _filled(x: PaddedValue, filling: _Filling, sizes: TrueSizes | None) -> Tensor:

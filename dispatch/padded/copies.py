@@ -1,22 +1,46 @@
-"""Ops that only move elements: concatenation, repetition, flips, and triangles."""
+"""Ops that only move elements: concatenation, repetition, flips, triangles, and borders around the valid part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gather_along
-from subtensors.dispatch.padded.padded_size import PaddedSize, most, sizes_with
-from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
+from subtensors.dispatch.ops.tree import tree_has
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
+from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
+from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.sizes.dim_factors import bucket_of, merged, padded_dim, static, static_dims, with_dim
-from subtensors.dispatch.sizes.expressions import added, multiplied
+from subtensors.dispatch.sizes.dim_factors import (
+    Factors,
+    bucket_of,
+    merged,
+    padded_dim,
+    static,
+    static_dims,
+    with_dim,
+)  # fmt: skip
+from subtensors.dispatch.sizes.expressions import Size, added, largest, multiplied
 
 aten = torch.ops.aten
+
+
+def _countable_size(x: PaddedValue, d: int) -> Size:
+    """Return the true size of a dim to which positions are added."""
+    size = prefix_size(x, d)
+    if size.has(rows_symbol()):
+        raise UnsupportedCall("it adds rows to a ragged batch")
+    return size
+
+
+def _true_end(x: PaddedValue, d: int) -> Tensor | int:
+    """Return the true size of a dim: an int, () or, to broadcast against positions, (rows, 1)."""
+    size = x.size(d)
+    return size.unsqueeze(-1) if isinstance(size, Tensor) and size.dim() else size
 
 
 @table.register(aten.cat, aten.concat, aten.concatenate, across=True)
@@ -25,29 +49,22 @@ def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedVal
     parts = [x for x in tensors if list(x.shape) != [0]]
     d = dim % parts[0].dim()
     # Unlike in pointwise ops, a dim of size 1 does not broadcast here.
-    except_d = [PaddedValue(x.dense, (*x.dims[:d], (static(1),), *x.dims[d + 1 :]), x.sizes) for x in parts]
+    except_d = [PaddedValue(x.dense, tuple(with_dim(x.dims, d, (static(1),))), x.sizes) for x in parts]
     dims, sizes = broadcast(except_d)
-    dense = []
-    for x in parts:
-        target = [*dims[:d], x.dims[d], *dims[d + 1 :]]
-        dense.append(gradient_safe(x, target, [bucket_of(f) for f in target], sizes))
+    targets = [with_dim(dims, d, x.dims[d]) for x in parts]
+    dense = [gradient_safe(x, t, [*map(bucket_of, t)], sizes) for x, t in zip(parts, targets, strict=True)]
     joined = torch.cat(dense, d)
-    true_sizes = [prefix_size(x, d) for x in parts]
-    if any(size.has(rows_symbol()) for size in true_sizes):
-        raise refuse(call, "it adds rows to a ragged batch")
-    total = padded_dim(joined.shape[d], added(*true_sizes))
-    unpacked = result(joined, [*dims[:d], total, *dims[d + 1 :]], sizes)
+    total = padded_dim(joined.shape[d], added(*(_countable_size(x, d) for x in parts)))
+    unpacked = result(joined, with_dim(dims, d, total), sizes)
     if not any(x.is_padded(d) for x in parts[:-1]):
         return unpacked
-    assert sizes is not None
     position = torch.arange(joined.shape[d], device=joined.device)
     index, valid_end, bucket_end = position, None, 0
-    for x, size in zip(parts[:-1], true_sizes[:-1], strict=True):
-        value = sizes.of_each(size)
-        valid_end = value if valid_end is None else valid_end + value
+    for x in parts[:-1]:
+        end = _true_end(x, d)
+        valid_end = end if valid_end is None else valid_end + end
         bucket_end += x.shape[d]
-        end = valid_end.unsqueeze(-1) if valid_end.dim() else valid_end
-        index = torch.where(position >= end, position - end + bucket_end, index)
+        index = torch.where(position >= valid_end, position - valid_end + bucket_end, index)
     return gather_along(unpacked, d, index, total)
 
 
@@ -56,18 +73,15 @@ def flip_or_roll(call: PaddedCall, x: PaddedValue, dims: Sequence[int], shifts: 
     """Reorder the valid positions of a padded dim, and all of any other."""
     is_flip = call.op is aten.flip.default
     if not dims:
-        raise refuse(call, "without dims it rolls the flattened tensor")
+        raise UnsupportedCall("without dims it rolls the flattened tensor")
     for d, shift in zip([d % x.dim() for d in dims], shifts or [0] * len(dims), strict=True):
         if not x.is_padded(d):
             x = x.like(x.dense.flip(d) if is_flip else x.dense.roll(shift, d), x.fill)
             continue
         prefix_size(x, d)
-        size = x.size(d)
-        assert isinstance(size, Tensor)
-        size = size.unsqueeze(-1) if size.dim() else size
+        size = torch.as_tensor(_true_end(x, d))
         position = torch.arange(x.shape[d], device=x.dense.device)
-        index = size - 1 - position if is_flip else (position - shift) % size.clamp(min=1)
-        x = gather_along(x, d, index, x.dims[d])
+        x = gather_along(x, d, size - 1 - position if is_flip else (position - shift) % size.clamp(min=1), x.dims[d])
     return x
 
 
@@ -76,37 +90,27 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Repeat the tensor along its dims."""
     times = list(call.get("repeats", call.get("dims")))
     times = [1] * (x.dim() - len(times)) + times
-    added_dims = len(times) - x.dim()
-    dense, dims = x.dense[(None,) * added_dims], [*static_dims([1] * added_dims), *x.dims]
-    value = PaddedValue(dense, tuple(dims), x.sizes, x.fill)
+    new = len(times) - x.dim()
+    value = PaddedValue(x.dense[(None,) * new], (*static_dims([1] * new), *x.dims), x.sizes, x.fill)
     for d, count in enumerate(times):
-        if isinstance(count, PaddedSize):
-            if value.is_padded(d):
-                raise refuse(call, "it repeats a padded dim by a padded size")
-            again = [1] * value.dim()
-            again[d] = int(count)
-            sizes = sizes_with(value.sizes, count)
-            size = multiplied(value.shape[d], count.size)
-            if most(count.size, sizes) > count:
-                raise refuse(call, f"no bucket is known to hold {size}")
-            out = value.dense.repeat(again)
-            value = result(out, with_dim(value.dims, d, padded_dim(out.shape[d], size)), sizes, value.fill_if_shifted)
-            continue
-        if count == 1:
+        is_sized = isinstance(count, PaddedSize)
+        if not is_sized and count == 1:
             continue
         if not value.is_padded(d):
-            again = [1] * value.dim()
-            again[d] = count
-            out = value.dense.repeat(again)
-            value = result(out, with_dim(value.dims, d, (static(out.shape[d]),)), value.sizes, value.fill)
+            out = value.dense.repeat([int(count) if e == d else 1 for e in range(value.dim())])
+            sizes, fill = sizes_with(value.sizes, count), value.fill
+            factors: Factors = (static(out.shape[d]),)
+            if isinstance(count, PaddedSize):
+                size, fill = multiplied(value.shape[d], count.size), value.fill_if_shifted
+                if most(count.size, sizes) > count:
+                    raise UnsupportedCall(f"no bucket is known to hold {size}")
+                factors = padded_dim(out.shape[d], size)
+            value = result(out, with_dim(value.dims, d, factors), sizes, fill)
             continue
-        size = prefix_size(value, d)
-        if size.has(rows_symbol()):
-            raise refuse(call, "it repeats the rows of a ragged batch")
-        true = value.size(d)
-        assert isinstance(true, Tensor)
-        bucket = value.shape[d] * count
-        index = torch.arange(bucket, device=dense.device) % (true.unsqueeze(-1) if true.dim() else true).clamp(min=1)
+        if is_sized:
+            raise UnsupportedCall("it repeats a padded dim by a padded size")
+        size, bucket = _countable_size(value, d), value.shape[d] * count
+        index = torch.arange(bucket, device=x.dense.device) % torch.as_tensor(_true_end(value, d)).clamp(min=1)
         value = gather_along(value, d, index, padded_dim(bucket, multiplied(size, count)))
     return value
 
@@ -115,7 +119,7 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
 def repeat_interleave(call: PaddedCall, x: PaddedValue, repeats: int, dim: int | None) -> PaddedValue:
     """Repeat each position of a dim several times in a row."""
     if dim is None and x.dim() != 1:
-        raise refuse(call, "without a dim it flattens the tensor")
+        raise UnsupportedCall("without a dim it flattens the tensor")
     d = (dim or 0) % x.dim()
     out = call.dense({"output_size": None})
     return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(repeats)])), x.sizes, x.fill)
@@ -125,10 +129,9 @@ def repeat_interleave(call: PaddedCall, x: PaddedValue, repeats: int, dim: int |
 def rot90(call: PaddedCall, x: PaddedValue, k: int, dims: Sequence[int]) -> PaddedValue:
     """Rotate two dims by right angles."""
     a, b = (d % x.dim() for d in dims)
-    turns = k % 4
-    if turns % 2:
+    if k % 2:
         x = apply(aten.transpose.int, x, a, b)
-    flipped = [[], [a], [a, b], [b]][turns]
+    flipped = [[], [a], [a, b], [b]][k % 4]
     return apply(aten.flip.default, x, flipped)
 
 
@@ -136,7 +139,7 @@ def rot90(call: PaddedCall, x: PaddedValue, k: int, dims: Sequence[int]) -> Padd
 def diag_embed(call: PaddedCall, x: PaddedValue, offset: int, dim1: int, dim2: int) -> PaddedValue:
     """Put the last dim on a diagonal of two new last dims, with zeros around it."""
     if [dim1 % (x.dim() + 1), dim2 % (x.dim() + 1)] != [x.dim() - 1, x.dim()]:
-        raise refuse(call, "its diagonal is not of the last dims")
+        raise UnsupportedCall("its diagonal is not of the last dims")
     out = call.dense()
     side = padded_dim(out.shape[-1], prefix_size(x, x.dim() - 1) + abs(offset))
     return result(out, [*x.dims[:-1], side, side], x.sizes).gradient_masked()
@@ -147,15 +150,12 @@ def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> Padd
     """Lay channels side by side in an image that is `upscale_factor` times as high and wide."""
     channels = x.dim() - 3
     if x.is_padded(channels):
-        raise refuse(call, "the channels are padded")
+        raise UnsupportedCall("the channels are padded")
     out = call.dense()
     dims = [*x.dims[:channels], *static_dims(out.shape[channels:])]
     for d in (channels + 1, channels + 2):
         if x.is_padded(d):
-            size = prefix_size(x, d)
-            if size.has(rows_symbol()):
-                raise refuse(call, "it repeats the rows of a ragged batch")
-            dims[d] = padded_dim(out.shape[d], multiplied(size, upscale_factor))
+            dims[d] = padded_dim(out.shape[d], multiplied(_countable_size(x, d), upscale_factor))
     return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
@@ -163,3 +163,84 @@ def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> Padd
 def triangle(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Zero above or below a diagonal: positions count from the start, where the valid ones are."""
     return x.like(call.dense(), 0 if x.fill == 0 else None)
+
+
+@table.register(aten.constant_pad_nd, aten.pad)
+def bordered(
+    call: PaddedCall, x: PaddedValue, padding: Sequence[int], value: float | None, mode: str = "constant"
+) -> PaddedValue:
+    """Pad the valid part; a constant fills the padding too, so that the border follows the true end."""
+    widths = list(padding)
+    if mode != "constant":
+        if tree_has(PaddedSize, widths):
+            raise UnsupportedCall("a border of values is as wide as a padded size")
+        return _bordered_by_values(x, mode, widths)
+    value, dims, sizes, touched = value or 0, list(x.dims), sizes_with(x.sizes, *widths), []
+    for i, (left, right) in enumerate(zip(padding[::2], padding[1::2], strict=False)):
+        d = x.dim() - 1 - i
+        bucket = x.shape[d] + int(left) + int(right)
+        if isinstance(left, PaddedSize):
+            raise UnsupportedCall("where the first valid position lies depends on a padded size")
+        if isinstance(right, PaddedSize):
+            size = _countable_size(x, d) + left + right.size
+            if left < 0 or least(right.size, sizes) < 0:
+                raise UnsupportedCall("it cuts positions off")
+            bucket = max(most(size, sizes), x.shape[d] + left)
+            widths[2 * i + 1] = bucket - x.shape[d] - left
+        elif not x.is_padded(d):
+            dims[d] = (static(bucket),)
+            continue
+        elif left or right:
+            size = _countable_size(x, d) + left + right
+            size = largest(0, size) if min(left, right) < 0 else size
+        else:
+            continue
+        touched.append(d)
+        dims[d] = padded_dim(bucket, size)
+    dense = x.filled(value, touched) if touched else x.dense
+    out = torch.constant_pad_nd(dense, widths, value)
+    padded = result(out, dims, sizes, x.fill if x.fill == value and not touched else None)
+    # With a negative width, valid positions of the input become padding of the result, without a gradient.
+    return padded.gradient_masked() if touched else padded
+
+
+# The source of position p of a border, for a true size of n.
+_SOURCE_POSITION: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
+    "replicate": lambda p, n: p.clamp(min=0).minimum(torch.as_tensor(n - 1, device=p.device)),
+    "reflect": lambda p, n: (n - 1) - ((n - 1) - p.abs()).abs(),
+    "circular": lambda p, n: p % n,
+}
+# The most that a border may exceed the dim's size by.
+_MAX_EXCESS = {"reflect": -1, "circular": 0}
+
+
+def _bordered_by_values(x: PaddedValue, mode: str, widths: Sequence[int]) -> PaddedValue:
+    """Pad with values of the valid part, one dim after the other."""
+    if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # Autocast runs these modes in float32 on a CPU.
+        x = x.like(x.dense.float()) if x.dense.dtype in (torch.float16, torch.bfloat16) else x
+    for i, (left, right) in enumerate(zip(widths[::2], widths[1::2], strict=False)):
+        d = x.dim() - 1 - i
+        if mode == "circular" and min(left, right) < 0:
+            # Positions that are cut off do not wrap around.
+            x = apply(aten.slice.Tensor, x, d, max(-left, 0), min(right, 0) or None)
+            left, right = max(left, 0), max(right, 0)
+        if not (left or right):
+            continue
+        size = _countable_size(x, d)
+        for n in host_sizes(x, d) or [x.shape[d]]:
+            if mode in _MAX_EXCESS and max(left, right) > n + _MAX_EXCESS[mode]:
+                raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")
+        bucket = x.shape[d] + left + right
+        dims: Factors = padded_dim(bucket, size + left + right) if x.is_padded(d) else static_dims([bucket])[0]
+        x = pad_dim(x, d, mode, left, bucket, dims)
+    return x
+
+
+def pad_dim(x: PaddedValue, d: int, mode: str, left: int, bucket: int, factors: Factors) -> PaddedValue:
+    """Pad one dim with values of its valid part, `left` positions before the first and up to `bucket` in all.
+
+    The factors are the dim of the result, whose valid positions may be more than the true size.
+    """
+    position = torch.arange(bucket, device=x.dense.device) - left
+    return gather_along(x, d, _SOURCE_POSITION[mode](position, _true_end(x, d)), factors)

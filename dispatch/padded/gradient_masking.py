@@ -74,12 +74,7 @@ class FillPadding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        dense: Tensor,
-        mask: Tensor,
-        value: float | Tensor,
-        zero: float | Tensor,
-        is_zero: IsZero | None,
+        ctx: _Context, dense: Tensor, mask: Tensor, value: float | Tensor, zero: float | Tensor, is_zero: IsZero | None
     ) -> Tensor:
         """The filled values."""
         _keep(ctx, mask, zero, is_zero)

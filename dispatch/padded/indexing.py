@@ -10,17 +10,37 @@ for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.data_dependent import has_bool_mask, index_by_mask
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, refuse, table
-from subtensors.dispatch.padded.offset_reads import gather_along, rows_dim
+from subtensors.dispatch.ops.tree import Kwargs
+from subtensors.dispatch.padded.data_dependent import index_by_mask
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe, pointwise
-from subtensors.dispatch.padded.positions import check_bounds, counted_from_start, flattened, in_bucket, ranks
-from subtensors.dispatch.padded.regrouping import with_factors
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, is_prefix, size_of, static_dims
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe
+from subtensors.dispatch.padded.positions import (
+    check_bounds,
+    counted_from_start,
+    flattened,
+    gather_along,
+    in_bucket,
+    ranks,
+    rows_dim,
+    with_factors,
+)
+from subtensors.dispatch.padded.true_sizes import rows_symbol
+from subtensors.dispatch.sizes.dim_factors import (
+    Factors,
+    bucket_of,
+    is_padded,
+    is_prefix,
+    size_of,
+    static_dims,
+    with_dim,
+)
 
 aten = torch.ops.aten
 
@@ -28,174 +48,161 @@ aten = torch.ops.aten
 @table.register(aten.index_select, across=True)
 def index_select(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
     """Select positions of a padded dim."""
-    if x.dim() == 0:
-        raise refuse(call, "it selects from a single number")
-    d = dim % x.dim()
-    check_bounds(x, d, index, _min_end(call, x, d))
-    out = call.dense({"index": _placed(call, x, d, index).filled(0)})
-    dims = [*x.dims[:d], index.dims[0] if index.dim() else static_dims([1])[0], *x.dims[d + 1 :]]
-    return result(out, dims, call.sizes()).gradient_masked()
+    d = _dim(x, dim)
+    check_bounds(x, d, index, _min_end(x, d))
+    out = call.dense({"index": _placed(x, d, index).filled(0)})
+    return result(out, with_dim(x.dims, d, _index_dim(index)), call.sizes()).gradient_masked()
 
 
 @table.register(aten.gather, across=True)
 def gather(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
     """Read an element of a padded dim for each position of an index."""
-    if x.dim() == 0 or index.dim() == 0:
-        raise refuse(call, "it gathers from a single number")
-    d = dim % x.dim()
+    d = _dim(x, dim, index)
     index = _aligned(call, index, x, d)
-    check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(call, x, d))
-    out = call.dense({"index": _placed(call, x, d, index).filled(0)})
+    check_bounds(x, d, index, None if is_prefix(x.dims[d]) else _last(x, d))
+    out = call.dense({"index": _placed(x, d, index).filled(0)})
     return result(out, index.dims, call.sizes()).gradient_masked()
 
 
 @table.register(aten.take_along_dim)
-def take_along_dim(call: PaddedCall) -> PaddedValue:
+def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: int | None) -> PaddedValue:
     """Read an element for each position of an index that broadcasts."""
-    x, index = call["self"], call["indices"]
-    if call["dim"] is None:
-        x, index = flattened(x), flattened(index)
-    if x.dim() != index.dim():
-        raise refuse(call, "its index has another number of dims")
-    d = (call["dim"] or 0) % x.dim()
-    rest = [PaddedValue(t.dense, (*t.dims[:d], static_dims([1])[0], *t.dims[d + 1 :]), t.sizes) for t in (x, index)]
-    dims, sizes = broadcast(rest)
-    widened = []
-    for t in (x, index):
-        own = [*dims[:d], t.dims[d], *dims[d + 1 :]]
-        shape = list(map(bucket_of, own))
-        widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
+    if dim is None:
+        x, indices = flattened(x), flattened(indices)
+    if x.dim() != indices.dim():
+        raise UnsupportedCall("its index has another number of dims")
+    d, single = (dim or 0) % x.dim(), static_dims([1])[0]
+    dims, sizes = broadcast([PaddedValue(t.dense, tuple(with_dim(t.dims, d, single)), t.sizes) for t in (x, indices)])
     if _has_one_size(x, d) or not is_prefix(x.dims[d]):
         # Unlike gather, take_along_dim counts negative positions from the end.
-        found = widened[1]
-        end = _last(call, x, d)
-        widened[1] = found.like(torch.where(found.dense < 0, found.dense + end, found.dense))
+        indices = indices.like(torch.where(indices.dense < 0, indices.dense + _last(x, d), indices.dense))
+    widened = []
+    for t in (x, indices):
+        own = with_dim(dims, d, t.dims[d])
+        shape = list(map(bucket_of, own))
+        widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
     return apply(aten.gather.default, widened[0], d, widened[1])
 
 
+@table.register(aten.take)
+def take(call: PaddedCall, x: PaddedValue, index: PaddedValue) -> PaddedValue:
+    """Read elements of the flattened tensor."""
+    x = flattened(x)
+    positions = index.like(counted_from_start(index.dense, _last(x, 0), x.shape[0]))
+    check_bounds(x, 0, positions, _last(x, 0))
+    out = call.dense({"self": x.dense, "index": _placed(x, 0, positions).filled(0)})
+    return result(out, index.dims, call.sizes()).gradient_masked()
+
+
+Indices = Sequence[PaddedValue | None]
+
+
 @table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(call: PaddedCall) -> PaddedValue:
+def index(call: PaddedCall, x: PaddedValue, indices: Indices) -> PaddedValue:
     """Index with integers, or with one bool mask."""
-    _move_indices(call)
-    if has_bool_mask(call):
-        return index_by_mask(call)
-    x: PaddedValue = call["self"]
-    by_dim = {d: i for d, i in enumerate(call["indices"]) if i is not None}
+    indices = _on_device_of(x, indices)
+    by_dim = {d: i for d, i in enumerate(indices) if i is not None}
     if len(by_dim) == 1:
-        ((d, positions),) = by_dim.items()
-        if positions.dim() == 1 and _differs_by_row(x, d):
-            return _index_each_row(call, x, d, positions)
-    indices, at = _integer_indices(call, x)
-    out = call.dense({"indices": indices})
-    return result(out, _picked_dims(call, x, at)[0], call.sizes()).gradient_masked()
+        ((d, only),) = by_dim.items()
+        if only.dense.dtype == torch.bool and only.dim() > 0:
+            return index_by_mask(call, x, d, only)
+        if only.dim() == 1 and _differs_by_row(x, d):
+            return _index_each_row(x, d, only)
+    found, at = _integer_indices(x, indices)
+    return result(call.dense({"indices": found}), _picked_dims(x, indices, at)[0], call.sizes()).gradient_masked()
 
 
 @table.register(aten.index_put, aten._unsafe_index_put)
-def index_put(call: PaddedCall) -> PaddedValue:
+def index_put(call: PaddedCall, x: PaddedValue, indices: Indices, values: PaddedValue, accumulate: bool) -> PaddedValue:
     """Write or add at integer positions, or write one value under a bool mask."""
-    x: PaddedValue = call["self"]
-    values: PaddedValue = call["values"]
-    _move_indices(call)
-    only = [i for i in call["indices"] if i is not None]
-    if len(only) == 1 and len(call["indices"]) == 1 and only[0].dense.dtype == torch.bool and values.dense.numel() == 1:
-        if call["accumulate"]:
-            raise refuse(call, "it adds under a mask")
-        mask = only[0]
-        trailing = x.dim() - mask.dim()
-        widened = PaddedValue(
-            mask.dense[(..., *(None,) * trailing)], (*mask.dims, *static_dims([1] * trailing)), mask.sizes
-        )
-        value = PaddedValue(values.dense.reshape(()).to(x.dense.dtype), ())
-        named = {"condition": widened, "self": value, "other": x}
-        chosen: PaddedValue = pointwise(PaddedCall(aten.where.self, (), named))
-        return chosen
-    if any(i.dense.dtype == torch.bool for i in only):
-        raise refuse(call, "how many positions a mask names depends on its values")
-    indices, at = _integer_indices(call, x, slot=True)
-    _check_values(call, x, at, values)
-    widened_x = _with_extra_slot(x, at[0])
-    out = call.dense({"self": widened_x, "indices": indices, "values": values.filled(0)})
-    return _without_slot(out, x, at[0], call)
+    indices = _on_device_of(x, indices)
+    masks = [i for i in indices if i is not None and i.dense.dtype == torch.bool]
+    if len(masks) == len(indices) == 1 and values.dense.numel() == 1:
+        if accumulate:
+            raise UnsupportedCall("it adds under a mask")
+        mask, trailing = masks[0], x.dim() - masks[0].dim()
+        own = (*mask.dims, *static_dims([1] * trailing))
+        widened = PaddedValue(mask.dense[(..., *(None,) * trailing)], own, mask.sizes)
+        return apply(aten.where.self, widened, PaddedValue(values.dense.reshape(()).to(x.dense.dtype), ()), x)
+    if masks:
+        raise UnsupportedCall("how many positions a mask names depends on its values")
+    found, at = _integer_indices(x, indices, slot=True)
+    dims, named = _picked_dims(x, indices, at)
+    both, _ = broadcast([PaddedValue(x.dense, tuple(dims), x.sizes), values])
+    if len(both) != len(dims) or any(is_padded(both[d]) and not is_padded(dims[d]) for d in named):
+        raise UnsupportedCall("the values are padded in other dims than the positions")
+    return _written(call, x, at[0], {"indices": found, "values": values.filled(0)})
 
 
 @table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce, across=True)
-def scatter(call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue) -> PaddedValue:
+def scatter(
+    call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue, src: PaddedValue | None = None
+) -> PaddedValue:
     """Write, add or reduce at positions of a padded dim, an index for each element."""
-    if x.dim() == 0 or index.dim() == 0:
-        raise refuse(call, "it scatters into a single number")
-    d = dim % x.dim()
-    source = call.get("src")
-    if isinstance(source, PaddedValue):
-        index = _aligned(call, index, source)
+    d = _dim(x, dim, index)
+    if src is not None:
+        index = _aligned(call, index, src)
     placed = _aligned(call, index, x, d)
-    check_bounds(x, d, placed, None if is_prefix(x.dims[d]) else _last(call, x, d))
-    filled = _placed(call, x, d, placed).filled(x.shape[d])
-    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
-    if isinstance(source, PaddedValue):
-        changed["src"] = source.filled(0)
-    return _without_slot(call.dense(changed), x, d, call)
+    check_bounds(x, d, placed, None if is_prefix(x.dims[d]) else _last(x, d))
+    changed = {} if src is None else {"src": src.filled(0)}
+    return _written(call, x, d, {"index": _placed(x, d, placed).filled(x.shape[d]), **changed})
 
 
 @table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
-def index_write(call: PaddedCall) -> PaddedValue:
+def index_write(
+    call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue, source: PaddedValue | None = None
+) -> PaddedValue:
     """Write slices at positions of one dim."""
-    x, index = call["self"], call["index"]
-    if x.dim() == 0:
-        raise refuse(call, "it writes to a single number")
-    d = call["dim"] % x.dim()
-    source = call.get("source")
-    factors = index.dims[0] if index.dim() else static_dims([1])[0]
-    if isinstance(source, PaddedValue) and source.dim():
-        if index.dim() and len(index.dims[0]) != len(source.dims[d]) and size_of(factors) == size_of(source.dims[d]):
+    d = _dim(x, dim)
+    factors = _index_dim(index)
+    if source is not None and source.dim():
+        if index.dim() and len(factors) != len(source.dims[d]) and size_of(factors) == size_of(source.dims[d]):
             index = with_factors(index, 0, source.dims[d])
-            factors = index.dims[0]
-        factors = broadcast_dim([factors, source.dims[d]], call.sizes())
-        for e in range(x.dim()):
-            if e != d:
-                broadcast_dim([x.dims[e], source.dims[e]], call.sizes())
+        factors = broadcast_dim([_index_dim(index), source.dims[d]], call.sizes())
+        for e in set(range(x.dim())) - {d}:
+            broadcast_dim([x.dims[e], source.dims[e]], call.sizes())
     placed = PaddedValue(index.dense, (factors,) if index.dim() else (), call.sizes())
-    check_bounds(x, d, placed, _min_end(call, x, d))
+    check_bounds(x, d, placed, _min_end(x, d))
     if call.op.overloadpacket is aten.index_fill:
         # Unlike the others, index_fill counts negative positions from the end.
         if _differs_by_row(x, d):
-            return _fill_each_row(call, x, d, placed.filled(x.shape[d]))
-        placed = placed.like(counted_from_start(placed.dense, _last(call, x, d), x.shape[d]))
-    filled = _placed(call, x, d, placed).filled(x.shape[d])
-    changed: dict[str, Tensor] = {"self": _with_extra_slot(x, d), "index": filled}
-    if isinstance(source, PaddedValue):
-        changed["source"] = source.filled(0)
-    return _without_slot(call.dense(changed), x, d, call)
+            return _fill_each_row(x, d, placed.filled(x.shape[d]), call["value"])
+        placed = placed.like(counted_from_start(placed.dense, _last(x, d), x.shape[d]))
+    changed = {} if source is None else {"source": source.filled(0)}
+    return _written(call, x, d, {"index": _placed(x, d, placed).filled(x.shape[d]), **changed})
 
 
-def _fill_each_row(call: PaddedCall, x: PaddedValue, d: int, index: Tensor) -> PaddedValue:
+def _fill_each_row(x: PaddedValue, d: int, index: Tensor, value: PaddedValue | float) -> PaddedValue:
     """Write a value at the same positions of each row of a ragged batch; negative ones count from the row's end."""
     ends = torch.as_tensor(x.size(d), device=index.device).unsqueeze(-1)
     named = torch.where(index.reshape(-1) < 0, index.reshape(-1) + ends, index.reshape(-1))
-    position = torch.arange(x.shape[d], device=index.device)
-    is_named = (named.unsqueeze(-1) == position).any(-2)
+    is_named = (named.unsqueeze(-1) == torch.arange(x.shape[d], device=index.device)).any(-2)
     rows = rows_dim(x)
-    is_named = is_named if rows < d else is_named.t()
-    shape = [x.shape[e] if e in (rows, d) else 1 for e in range(x.dim())]
-    value = call["value"]
-    number = (
-        value
-        if isinstance(value, PaddedValue)
-        else unpadded_value(torch.full((), value, dtype=x.dense.dtype, device=index.device))
-    )
     dims = [x.dims[e] if e in (rows, d) else static_dims([1])[0] for e in range(x.dim())]
-    named_alike = PaddedValue(is_named.view(shape), tuple(dims), x.sizes)
-    return apply(aten.where.self, named_alike, number, x)
+    placed = (is_named if rows < d else is_named.t()).view([*map(bucket_of, dims)])
+    if not isinstance(value, PaddedValue):
+        value = unpadded_value(torch.full((), value, dtype=x.dense.dtype, device=index.device))
+    return apply(aten.where.self, PaddedValue(placed, tuple(dims), x.sizes), value, x)
 
 
-@table.register(aten.take)
-def take(call: PaddedCall) -> PaddedValue:
-    """Read elements of the flattened tensor."""
-    index: PaddedValue = call["index"]
-    x = flattened(call["self"])
-    positions = counted_from_start(index.dense, _last(call, x, 0), x.shape[0])
-    check_bounds(x, 0, index.like(positions), _last(call, x, 0))
-    out = call.dense({"self": x.dense, "index": _placed(call, x, 0, index.like(positions)).filled(0)})
-    return result(out, index.dims, call.sizes()).gradient_masked()
+def _written(call: PaddedCall, x: PaddedValue, d: int, changed: Kwargs) -> PaddedValue:
+    """Run a write with one more position along a dim, which takes what padding writes and is cut off."""
+    widths = [0] * (2 * x.dim())
+    widths[2 * (x.dim() - 1 - d) + 1] = 1
+    out = call.dense({"self": torch.constant_pad_nd(x.dense, widths), **changed})
+    sizes = x.sizes if x.sizes is not None else call.sizes()
+    return result(out.narrow(d, 0, x.shape[d]), x.dims, sizes).gradient_masked()
+
+
+def _dim(x: PaddedValue, dim: int, index: PaddedValue | None = None) -> int:
+    """Return the dim that an index is about, from the front."""
+    if x.dim() == 0 or (index is not None and index.dim() == 0):
+        raise UnsupportedCall("it indexes a single number")
+    return dim % x.dim()
+
+
+def _index_dim(index: PaddedValue) -> Factors:
+    return index.dims[0] if index.dim() else static_dims([1])[0]
 
 
 def _aligned(call: PaddedCall, index: PaddedValue, other: PaddedValue, but: int | None = None) -> PaddedValue:
@@ -210,54 +217,44 @@ def _aligned(call: PaddedCall, index: PaddedValue, other: PaddedValue, but: int 
         if index.shape[e] == other.shape[e]:
             dims[e] = broadcast_dim([dims[e], other.dims[e]], call.sizes())
         elif index.shape[e] > other.shape[e] or not (is_prefix(dims[e]) and is_prefix(other.dims[e])):
-            raise refuse(call, f"its index of {index.shape[e]} positions in dim {e} goes with {other.shape[e]} of them")
+            raise UnsupportedCall(f"its index of {index.shape[e]} positions in dim {e} goes with {other.shape[e]}")
     return PaddedValue(index.dense, tuple(dims), call.sizes())
 
 
-def _placed(call: PaddedCall, x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
+def _placed(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     """Return an index with positions in the bucket."""
-    placed = in_bucket(call, x, d, index.dense)
+    placed = in_bucket(x, d, index.dense)
     return index if placed is index.dense else PaddedValue(placed, index.dims, index.sizes)
 
 
-def _picked_dims(call: PaddedCall, x: PaddedValue, at: list[int]) -> tuple[list[Factors], range]:
+def _picked_dims(x: PaddedValue, indices: Indices, at: list[int]) -> tuple[list[Factors], range]:
     """Return the dims of `x[indices]`, and which of them are those of the indices."""
-    picked, _ = broadcast([i for i in call["indices"] if i is not None])
+    picked, _ = broadcast([i for i in indices if i is not None])
     rest = [x.dims[d] for d in range(x.dim()) if d not in at]
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    before = at[0] if adjacent else 0
+    before = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     return [*rest[:before], *picked, *rest[before:]], range(before, before + len(picked))
 
 
-def _check_values(call: PaddedCall, x: PaddedValue, at: list[int], values: PaddedValue) -> None:
-    """Raise UnsupportedCall for values that are padded where the positions they are written to are not."""
-    dims, named = _picked_dims(call, x, at)
-    both, _ = broadcast([PaddedValue(x.dense, tuple(dims), x.sizes), values])
-    if len(both) != len(dims) or any(is_padded(both[d]) and not is_padded(dims[d]) for d in named):
-        raise refuse(call, "the values are padded in other dims than the positions")
-
-
-def _move_indices(call: PaddedCall) -> None:
+def _on_device_of(x: PaddedValue, indices: Indices) -> Indices:
     """Move indices to the device of the tensor: torch accepts indices on the CPU, where it makes those of lists."""
-    device = call["self"].dense.device
-    call.replace("indices", [i if i is None else i.like(i.dense.to(device), i.fill) for i in call["indices"]])
+    return [i if i is None else i.like(i.dense.to(x.dense.device), i.fill) for i in indices]
 
 
-def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
+def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
     """Return the indices without padding and counted from the start, and the dims that they index."""
     found: list[Tensor | None] = []
     at: list[int] = []
-    for d, positions in enumerate(call["indices"]):
+    for d, positions in enumerate(indices):
         if positions is None:
             found.append(None)
             continue
         if positions.dense.dtype in (torch.bool, torch.uint8):
-            raise refuse(call, "how many positions a mask names depends on its values")
+            raise UnsupportedCall("how many positions a mask names depends on its values")
         dense = positions.dense
         if x.is_padded(d) and not is_rows_dim(x, d):
-            ends = _end(call, x, d)
+            ends = _end(x, d, indices)
             check_bounds(x, d, positions, ends)
-            dense = in_bucket(call, x, d, counted_from_start(dense, ends, x.shape[d]))
+            dense = in_bucket(x, d, counted_from_start(dense, ends, x.shape[d]))
         elif slot and not at:
             # The slot moves the end that negative positions count from.
             dense = counted_from_start(dense, x.shape[d], x.shape[d])
@@ -265,24 +262,23 @@ def _integer_indices(call: PaddedCall, x: PaddedValue, slot: bool = False) -> tu
         at.append(d)
         found.append(dense)
     if not at:
-        raise refuse(call, "it names no positions")
+        raise UnsupportedCall("it names no positions")
     return found, at
 
 
-def _end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
+def _end(x: PaddedValue, d: int, indices: Indices) -> Tensor | int:
     """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
     if _has_one_size(x, d) or not is_prefix(x.dims[d]):
-        return _last(call, x, d)
-    if len(x.dims[d]) == 1:
-        for e, positions in enumerate(call["indices"]):
-            if positions is not None and is_rows_dim(x, e):
-                return torch.as_tensor(x.size(d))[positions.filled(0)]
-    raise refuse(call, "negative positions of a ragged dim count from different ends")
+        return _last(x, d)
+    for e, positions in enumerate(indices) if len(x.dims[d]) == 1 else ():
+        if positions is not None and is_rows_dim(x, e):
+            return torch.as_tensor(x.size(d))[positions.filled(0)]
+    raise UnsupportedCall("negative positions of a ragged dim count from different ends")
 
 
-def _last(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
+def _last(x: PaddedValue, d: int) -> Tensor | int:
     """Return the number of valid positions of a dim, of each row if only the rows of a ragged batch differ in it."""
-    rank = ranks(call, x, d)
+    rank = ranks(x, d)
     return x.size(d) if rank is None else rank[-1]
 
 
@@ -290,17 +286,17 @@ def _differs_by_row(x: PaddedValue, d: int) -> bool:
     return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
 
 
-def _index_each_row(call: PaddedCall, x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
+def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     """Read the same positions of each row of a ragged batch; negative ones count from the row's end."""
-    check_bounds(x, d, index, _min_end(call, x, d))
+    check_bounds(x, d, index, _min_end(x, d))
     positions = index.filled(0)
     ends = torch.as_tensor(x.size(d)).unsqueeze(-1)
     return gather_along(x, d, torch.where(positions < 0, positions + ends, positions), index.dims[0])
 
 
-def _min_end(call: PaddedCall, x: PaddedValue, d: int) -> Tensor | int:
+def _min_end(x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim; for a ragged dim, that of its shortest row."""
-    end = _last(call, x, d)
+    end = _last(x, d)
     return end.min() if isinstance(end, Tensor) and end.dim() else end
 
 
@@ -313,28 +309,14 @@ def _has_one_size(x: PaddedValue, d: int) -> bool:
 
 def is_rows_dim(x: PaddedValue, d: int) -> bool:
     """Return whether a dim is the rows of a ragged batch."""
-    from subtensors.dispatch.padded.true_sizes import rows_symbol
-
     return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()
-
-
-def _with_extra_slot(x: PaddedValue, d: int) -> Tensor:
-    widths = [0] * (2 * x.dim())
-    widths[2 * (x.dim() - 1 - d) + 1] = 1
-    return torch.constant_pad_nd(x.dense, widths)
-
-
-def _without_slot(out: Tensor, x: PaddedValue, d: int, call: PaddedCall) -> PaddedValue:
-    return result(
-        out.narrow(d, 0, x.shape[d]), x.dims, x.sizes if x.sizes is not None else call.sizes()
-    ).gradient_masked()
 
 
 @table.register(aten.embedding, across=True)
 def embedding(call: PaddedCall, weight: PaddedValue, indices: PaddedValue) -> PaddedValue:
     """Read a row of the table for each index; its gradient is divided by the number of times that the index occurs."""
     if weight.is_padded(0):
-        raise refuse(call, "the table itself is padded")
+        raise UnsupportedCall("the table itself is padded")
     # Padding reads an extra row.
     rows = torch.cat([weight.dense, weight.dense.new_zeros(1, weight.shape[1])])
     out = call.dense({"weight": rows, "indices": indices.filled(weight.shape[0])})
@@ -342,15 +324,14 @@ def embedding(call: PaddedCall, weight: PaddedValue, indices: PaddedValue) -> Pa
 
 
 @table.register(aten.embedding_renorm)
-def embedding_renorm(call: PaddedCall) -> PaddedValue:
+def embedding_renorm(
+    call: PaddedCall, x: PaddedValue, indices: PaddedValue, max_norm: float, norm_type: float
+) -> PaddedValue:
     """Return the table with the norms of the rows that occur limited."""
-    weight, indices = call["self"], call["indices"]
-    if weight.padded_dims:
-        raise refuse(call, "the table itself is padded")
-    count = weight.shape[0]
-    occurs = torch.zeros(count + 1, dtype=torch.bool, device=weight.dense.device)
+    if x.padded_dims:
+        raise UnsupportedCall("the table itself is padded")
+    count, rows = x.shape[0], x.dense
+    occurs = torch.zeros(count + 1, dtype=torch.bool, device=rows.device)
     occurs = occurs.index_fill(0, indices.filled(count).reshape(-1), True)[:count, None]
-    norm = torch.linalg.vector_norm(weight.dense, call["norm_type"], 1, keepdim=True)
-    shorter = weight.dense * (call["max_norm"] / (norm + 1e-7))
-    out = torch.where(occurs & (norm > call["max_norm"]), shorter, weight.dense)
-    return PaddedValue(out, weight.dims)
+    norm = torch.linalg.vector_norm(rows, norm_type, 1, keepdim=True)
+    return x.like(torch.where(occurs & (norm > max_norm), rows * (max_norm / (norm + 1e-7)), rows))

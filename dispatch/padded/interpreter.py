@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -38,7 +39,7 @@ from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tr
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
-from subtensors.dispatch.padded.regrouping import with_factors
+from subtensors.dispatch.padded.positions import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 
 table = RuleTable("PaddedTensor")
@@ -107,6 +108,11 @@ class PaddedCall(BoundCall[PaddedValue]):
             self.unchanged = out
         return out
 
+    @property
+    def is_tracked(self) -> bool:
+        """Return whether autograd tracks an operand."""
+        return torch.is_grad_enabled() and any(x.dense.requires_grad for x in self.values)
+
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
         return merge_sizes([x.sizes for x in self.values if x.sizes is not None])
@@ -156,7 +162,8 @@ def run_call(call: PaddedCall) -> PyTree:
     except RuleError as error:
         if str(error).startswith(_REFUSED):
             raise
-        raise refuse(call, str(error)) from error
+        kind = type(error) if isinstance(error, UnsupportedCall) else UnsupportedCall
+        raise refuse(call, str(error), kind) from error
     for lines in _observers:
         lines.append(table.explain(op, call.is_across))
     is_view = op_class(op) is OpClass.VIEW

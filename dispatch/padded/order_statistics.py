@@ -17,7 +17,8 @@ from torch.autograd.function import FunctionCtx
 from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, require_elements, table
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, table
 from subtensors.dispatch.padded.padded_value import (
     PaddedValue,
     ScatteredDim,
@@ -33,13 +34,12 @@ from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_mo
 aten = torch.ops.aten
 
 
-def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool) -> tuple[PaddedValue, PaddedValue]:
+def sort_valid_first(x: PaddedValue, d: int, descending: bool = False) -> tuple[PaddedValue, PaddedValue]:
     """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    rank = None if is_prefix(x.dims[d]) else ranks(call, x, d)
+    rank = None if is_prefix(x.dims[d]) else ranks(x, d)
     if rank is not None and x.sizes is not None and x.sizes.rows is not None:
-        raise refuse(call, "the sorted positions of a flattened dim would be of rows of different lengths")
-    dtype = x.dense.dtype
-    last = min_value(dtype) if descending else (math.nan if dtype.is_floating_point else max_value(dtype))
+        raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
+    last = min_value(x.dense.dtype) if descending else _above_all(x.dense.dtype)
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
     if rank is None:
         return x.like(values).gradient_masked(), x.like(positions)
@@ -47,25 +47,27 @@ def sort_valid_first(call: PaddedCall, x: PaddedValue, d: int, descending: bool)
     return result(values, dims, x.sizes).gradient_masked(), result(rank[positions] - 1, dims, x.sizes)
 
 
+def _above_all(dtype: torch.dtype) -> float:
+    """Return a number that no valid one sorts behind."""
+    return math.nan if dtype.is_floating_point else max_value(dtype)
+
+
 @table.register(aten.sort, aten.argsort, aten.msort, across=True)
 def sort(call: PaddedCall, x: PaddedValue, dim: int | None = None, descending: bool = False) -> PyTree:
     """Sort along a dim."""
-    d = (0 if call.op.overloadpacket is aten.msort else -1 if dim is None else dim) % x.dim()
-    values, positions = sort_valid_first(call, x, d, descending)
-    only = {aten.argsort: positions, aten.msort: values}.get(call.op.overloadpacket)
-    return only if only is not None else (values, positions)
+    packet = call.op.overloadpacket
+    found = sort_valid_first(x, (0 if packet is aten.msort else -1 if dim is None else dim) % x.dim(), descending)
+    return found[0] if packet is aten.msort else found[1] if packet is aten.argsort else found
 
 
 @table.register(aten.histc)
-def histc(call: PaddedCall) -> PaddedValue:
+def histc(call: PaddedCall, x: PaddedValue, min: float, max: float) -> PaddedValue:
     """Count the valid elements in each bin; padding is beyond the last one."""
-    x: PaddedValue = call["self"]
-    low, high = call["min"], call["max"]
-    if low == high:
-        raise refuse(call, "its bins depend on values")
-    if max_value(x.dense.dtype) <= high:
-        raise refuse(call, "no number of its dtype is beyond its bins")
-    return unpadded_value(call.dense({"self": x.filled(high + 1)}))
+    if min == max:
+        raise UnsupportedCall("its bins depend on values")
+    if max_value(x.dense.dtype) <= max:
+        raise UnsupportedCall("no number of its dtype is beyond its bins")
+    return unpadded_value(call.dense({"self": x.filled(max + 1)}))
 
 
 @table.register(aten.topk, across=True)
@@ -73,8 +75,8 @@ def topk(call: PaddedCall, x: PaddedValue, k: int, dim: int, largest: bool) -> P
     """The k largest or smallest elements."""
     d = dim % x.dim()
     _require_enough(x, d, k)
-    dims = [*x.dims[:d], *static_dims([k]), *x.dims[d + 1 :]]
-    return tuple(result(r.dense.narrow(d, 0, k), dims, x.sizes) for r in sort_valid_first(call, x, d, largest))
+    dims = with_dim(x.dims, d, static_dims([k])[0])
+    return tuple(result(r.dense.narrow(d, 0, k), dims, x.sizes) for r in sort_valid_first(x, d, largest))
 
 
 @table.register(aten.kthvalue, across=True)
@@ -83,50 +85,40 @@ def kthvalue(call: PaddedCall, x: PaddedValue, k: int, dim: int, keepdim: bool) 
     d = dim % x.dim()
     require_elements(call, x, [d])
     _require_enough(x, d, k)
-    found = [r.dense.narrow(d, k - 1, 1) for r in sort_valid_first(call, x, d, descending=False)]
-    return reduced_result(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
+    return _elements(x, d, sort_valid_first(x, d), torch.full((), k - 1, device=x.dense.device), keepdim)
 
 
 @table.register(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
-def isin(call: PaddedCall) -> PaddedValue:
+def isin(call: PaddedCall, invert: bool) -> PaddedValue:
     """Test whether each element is among the valid test elements."""
-    tests = call.get("test_elements")
+    tests, given = call.get("test_elements"), call.get("elements", call.get("element"))
     if not isinstance(tests, PaddedValue) or not tests.padded_dims:
-        elements = call["elements"]
-        return elements.like(call.dense())  # type: ignore[no-any-return]
-    mask = tests.mask()
-    operand = call.get("elements", call.get("element"))
-    elements = (
-        operand
-        if isinstance(operand, PaddedValue)
-        else unpadded_value(torch.as_tensor(operand, device=tests.dense.device))
-    )
-    equal = elements.dense.unsqueeze(-1) == tests.dense.reshape(-1)
-    equal = equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)
-    found = equal.any(-1)
-    return elements.like(~found if call["invert"] else found)
+        return given.like(call.dense())  # type: ignore[no-any-return]
+    if not isinstance(given, PaddedValue):
+        given = unpadded_value(torch.as_tensor(given, device=tests.dense.device))
+    mask, equal = tests.mask(), given.dense.unsqueeze(-1) == tests.dense.reshape(-1)
+    found = (equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)).any(-1)
+    return given.like(~found if invert else found)
 
 
 @table.register(aten.searchsorted.Tensor, aten.bucketize.Tensor)
-def searchsorted(call: PaddedCall) -> PaddedValue:
+def searchsorted(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Find the insertion points of values in a sorted sequence, whose padding is above all of them."""
-    sequence = call.get("sorted_sequence", call.get("boundaries"))
-    values: PaddedValue = call["self"]
+    name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
+    sequence: PaddedValue = call[name]
     if sequence.dim() > 1 or call.get("sorter") is not None:
-        raise refuse(call, "each row of the sequence has its own values")
+        raise UnsupportedCall("each row of the sequence has its own values")
     if not is_prefix(sequence.dims[0]):
         raise ScatteredDim(sequence, 0)
     if not sequence.padded_dims:
-        return values.like(call.dense())
+        return x.like(call.dense())
     if sequence.dense.is_floating_point():
-        raise refuse(call, "NaN sorts above the infinity that fills the padding")
-    name = "sorted_sequence" if "sorted_sequence" in call else "boundaries"
-    found = call.dense({name: sequence.filled(max_value(sequence.dense.dtype))})
-    size = sequence.size(0)
+        raise UnsupportedCall("NaN sorts above the infinity that fills the padding")
+    found, size = call.dense({name: sequence.filled(max_value(sequence.dense.dtype))}), sequence.size(0)
     if isinstance(size, Tensor) and size.dim():
-        raise refuse(call, "each row of the sequence has its own values")
+        raise UnsupportedCall("each row of the sequence has its own values")
     found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
-    return values.like(found) if values.padded_dims else unpadded_value(found)
+    return x.like(found) if x.padded_dims else unpadded_value(found)
 
 
 def _require_enough(x: PaddedValue, d: int, k: int) -> None:
@@ -136,27 +128,20 @@ def _require_enough(x: PaddedValue, d: int, k: int) -> None:
 
 
 @table.register(aten.median.dim, aten.nanmedian.dim, across=True)
-def median(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
+def median(call: PaddedCall, x: PaddedValue, dim: int, keepdim: bool) -> PyTree:
     """The median along a dim, the lower of two, and its position; NaN if there is any and it counts."""
     d = dim % x.dim()
-    if x.dense.dtype == torch.bool:
-        raise refuse(call, "torch has no median of bools")
     require_elements(call, x, [d])
-    rank = _median_rank(call, x, [d])
-    return _elements(call, x, d, sort_valid_first(call, x, d, descending=False), rank)
+    return _elements(x, d, sort_valid_first(x, d), _median_rank(call, x, [d]), keepdim)
 
 
 @table.register(aten.median.default, aten.nanmedian.default, across=True)
 def median_of_all(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """The median of all elements; those that equal it share its gradient."""
-    dtype = x.dense.dtype
-    if dtype == torch.bool:
-        raise refuse(call, "torch has no median of bools")
-    every = list(range(x.dim()))
-    last = math.nan if dtype.is_floating_point else max_value(dtype)
+    rank = _median_rank(call, x, list(range(x.dim()))).reshape(1)
     with torch.no_grad():
-        flat = x.filled(last).reshape(-1).sort().values
-        value = flat.gather(0, _median_rank(call, x, every).reshape(1)).reshape(())
+        flat = x.filled(_above_all(x.dense.dtype)).reshape(-1).sort().values
+        value = flat.gather(0, rank).reshape(())
         equal = (x.dense == value) | (x.dense.isnan() & value.isnan())
         mask = x.mask()
         chosen = equal if mask is None else equal & mask
@@ -164,55 +149,54 @@ def median_of_all(call: PaddedCall, x: PaddedValue) -> PaddedValue:
 
 
 @table.register(aten.mode, across=True)
-def mode(call: PaddedCall, x: PaddedValue, dim: int) -> PyTree:
+def mode(call: PaddedCall, x: PaddedValue, dim: int, keepdim: bool) -> PyTree:
     """The smallest of the most frequent values, and its last position: in sorted order, the end of a longest run.
 
     With NaN, torch's result depends on the order of the elements; here each NaN is a value above all others.
     """
     d = dim % x.dim()
     require_elements(call, x, [d])
-    ranked = sort_valid_first(call, x, d, descending=False)
+    ranked = sort_valid_first(x, d)
     values = ranked[0].dense.detach()
-    shape = [1] * x.dim()
-    shape[d] = x.shape[d]
-    index = torch.arange(x.shape[d], device=values.device).view(shape)
+    index = torch.arange(x.shape[d], device=values.device).view([-1 if e == d else 1 for e in range(x.dim())])
     begins = (values != values.roll(1, d)) | (index == 0)
     length = index - torch.where(begins, index, 0).cummax(d).values + 1
     length = torch.where(index < x.valid_count([d]), length, 0)
-    return _elements(call, x, d, ranked, length.argmax(d, keepdim=True))
+    return _elements(x, d, ranked, length.argmax(d, keepdim=True), keepdim)
 
 
 @table.register(aten.quantile, aten.nanquantile)
-def quantile(call: PaddedCall) -> PaddedValue:
+def quantile(
+    call: PaddedCall, x: PaddedValue, q: PaddedValue | float, dim: int | None, keepdim: bool, interpolation: str
+) -> PaddedValue:
     """Interpolate between the elements below and above the rank q (n - 1)."""
-    x: PaddedValue = call["self"]
-    d = None if call["dim"] is None else call["dim"] % max(x.dim(), 1)
-    q = _fractions(call, x)
+    d = None if dim is None else dim % max(x.dim(), 1)
+    fractions = _fractions(x, q, interpolation)
     reduced = list(range(x.dim())) if d is None else [d]
-    if not any(x.is_padded(g) for g in reduced):
-        return _quantile_result(call.dense(), x, reduced, call["keepdim"], q)
-    require_elements(call, x, reduced, RuntimeError)
-    count, nans = _counts(x, reduced)
-    if d is None:
-        values, count, nans = (
-            valid_first(x.cleaned(math.nan)).sort(stable=True).values,
-            count.reshape(1),
-            nans.reshape(1),
-        )
+    if any(map(x.is_padded, reduced)):
+        require_elements(call, x, reduced, RuntimeError)
+        count, nans = _counts(x, reduced)
+        if d is None:
+            values = valid_first(x.cleaned(math.nan)).sort(stable=True).values
+            count, nans = count.reshape(1), nans.reshape(1)
+        else:
+            values = sort_valid_first(x, d)[0].dense.movedim(d, -1)
+            count, nans = count.movedim(d, -1), nans.movedim(d, -1)
+        flat = fractions.reshape(-1)
+        if call.op.overloadpacket is aten.nanquantile:
+            places = flat * (count - nans - 1)
+        else:
+            places = torch.where(nans > 0, (count - 1).to(flat.dtype), flat * (count - 1))
+        # Without valid elements, rank 0 is padding, which is NaN.
+        places = places.clamp(min=0).expand(*values.shape[:-1], len(flat))
+        out = _between(values, places, interpolation)
+        if keepdim:
+            out = out.unsqueeze(d) if d is not None else out.reshape(*[1] * x.dim(), len(flat))
+        out = out.movedim(-1, 0) if fractions.dim() else out.squeeze(-1)
     else:
-        values = sort_valid_first(call, x, d, descending=False)[0].dense.movedim(d, -1)
-        count, nans = count.movedim(d, -1), nans.movedim(d, -1)
-    fractions = q.reshape(-1)
-    if call.op.overloadpacket is aten.nanquantile:
-        ranks = fractions * (count - nans - 1)
-    else:
-        ranks = torch.where(nans > 0, (count - 1).to(q.dtype), fractions * (count - 1))
-    # Without valid elements, rank 0 is padding, which is NaN.
-    ranks = ranks.clamp(min=0)
-    out = _between(values, ranks.expand(*values.shape[:-1], len(fractions)), call["interpolation"])
-    if call["keepdim"]:
-        out = out.unsqueeze(d) if d is not None else out.reshape(*[1] * x.dim(), len(fractions))
-    return _quantile_result(out.movedim(-1, 0) if q.dim() else out.squeeze(-1), x, reduced, call["keepdim"], q)
+        out = call.dense()
+    kept = [static_dims([1])[0] if e in reduced else f for e, f in enumerate(x.dims) if keepdim or e not in reduced]
+    return result(out, [*static_dims(fractions.shape), *kept], x.sizes)
 
 
 class _ChosenContext(FunctionCtx):
@@ -244,42 +228,41 @@ def _counts(x: PaddedValue, reduced: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _median_rank(call: PaddedCall, x: PaddedValue, reduced: list[int]) -> Tensor:
+    if x.dense.dtype == torch.bool:
+        raise UnsupportedCall("torch has no median of bools")
     count, nans = _counts(x, reduced)
     rank = ((count - nans - 1) // 2).clamp(min=0)
     return rank if call.op.overloadpacket is aten.nanmedian else torch.where(nans > 0, count - nans, rank)
 
 
-def _elements(call: PaddedCall, x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor) -> PyTree:
+def _elements(x: PaddedValue, d: int, ranked: Sequence[PaddedValue], rank: Tensor, keepdim: bool) -> PyTree:
     """Return the element of a rank in each row, and its position."""
-    shape = list(x.shape)
-    shape[d] = 1
-    found = [r.dense.gather(d, rank.expand(shape)) for r in ranked]
-    keepdim = call["keepdim"]
+    rank = rank.expand([1 if e == d else n for e, n in enumerate(x.shape)])
+    found = [r.dense.gather(d, rank) for r in ranked]
     return reduced_result(tuple(f if keepdim else f.squeeze(d) for f in found), x, [d], keepdim)
 
 
-def _fractions(call: PaddedCall, x: PaddedValue) -> Tensor:
+def _fractions(x: PaddedValue, q: PaddedValue | float, interpolation: str) -> Tensor:
     """Return q as a tensor, after checks of what torch requires of it."""
-    operand = call["q"]
     if x.dense.dtype not in (torch.float32, torch.float64):
-        raise refuse(call, "torch has quantiles of float and double only")
-    if call["interpolation"] not in _ROUNDING:
-        raise refuse(call, f"there is no interpolation {call['interpolation']!r}")
-    if not isinstance(operand, PaddedValue):
-        if not 0 <= operand <= 1:
-            raise refuse(call, f"q is {operand}, out of [0, 1]")
-        return torch.full((), operand, dtype=x.dense.dtype, device=x.dense.device)
-    q = operand.dense
-    if operand.padded_dims or operand.is_tracked:
-        raise refuse(call, "q is padded or requires grad")
-    if q.dim() > 1 or q.dtype != x.dense.dtype or q.device != x.dense.device:
-        raise refuse(call, "q must be a number or a vector, of the same dtype and device")
+        raise UnsupportedCall("torch has quantiles of float and double only")
+    if interpolation not in _ROUNDING:
+        raise UnsupportedCall(f"there is no interpolation {interpolation!r}")
+    if not isinstance(q, PaddedValue):
+        if not 0 <= q <= 1:
+            raise UnsupportedCall(f"q is {q}, out of [0, 1]")
+        return torch.full((), q, dtype=x.dense.dtype, device=x.dense.device)
+    given = q.dense
+    if q.padded_dims or q.is_tracked:
+        raise UnsupportedCall("q is padded or requires grad")
+    if given.dim() > 1 or given.dtype != x.dense.dtype or given.device != x.dense.device:
+        raise UnsupportedCall("q must be a number or a vector, of the same dtype and device")
     # On other devices torch doesn't check either, since that waits for the device.
-    if q.device.type == "cpu" and not is_traced(q):
+    if given.device.type == "cpu" and not is_traced(given):
         with without_modes():  # one that looks for what a GPU would wait for
-            if not bool(((q >= 0) & (q <= 1)).all()):
-                raise refuse(call, "a q is out of [0, 1]")
-    return q
+            if not bool(((given >= 0) & (given <= 1)).all()):
+                raise UnsupportedCall("a q is out of [0, 1]")
+    return given
 
 
 _ROUNDING: dict[str, Callable[[Tensor], Tensor] | None] = {
@@ -301,8 +284,3 @@ def _between(values: Tensor, ranks: Tensor, interpolation: str) -> Tensor:
         return below
     above = values.gather(-1, ranks.ceil().long())
     return torch.lerp(below, above, torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - low)
-
-
-def _quantile_result(out: Tensor, x: PaddedValue, reduced: Sequence[int], keepdim: bool, q: Tensor) -> PaddedValue:
-    kept = [static_dims([1])[0] if d in reduced else f for d, f in enumerate(x.dims) if keepdim or d not in reduced]
-    return result(out, [*static_dims(q.shape), *kept], x.sizes)

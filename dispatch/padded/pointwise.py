@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import is_same
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
@@ -72,11 +72,10 @@ def pointwise(call: PaddedCall) -> PyTree:
 
 
 @table.register(aten.fake_quantize_per_channel_affine)
-def quantized_by_channel(call: PaddedCall) -> PaddedValue:
+def quantized_by_channel(call: PaddedCall, x: PaddedValue, axis: int) -> PaddedValue:
     """Quantize with a scale for each channel."""
-    x: PaddedValue = call["self"]
-    if x.is_padded(call["axis"] % x.dim()):
-        raise refuse(call, "the channels are padded")
+    if x.is_padded(axis % x.dim()):
+        raise UnsupportedCall("the channels are padded")
     return x.like(call.dense())
 
 
@@ -105,15 +104,15 @@ def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
 
 
 @table.register(aten.copy.default)
-def copied(call: PaddedCall) -> PaddedValue:
+def copied(call: PaddedCall, x: PaddedValue, src: PaddedValue) -> PaddedValue:
     """Broadcast the source to the dtype and shape of the destination."""
-    dims, sizes = broadcast([call["self"], call["src"]])
-    if len(dims) != call["self"].dim():
-        raise refuse(call, "the source has more dims than the destination")
+    dims, sizes = broadcast([x, src])
+    if len(dims) != x.dim():
+        raise UnsupportedCall("the source has more dims than the destination")
     shape = tuple(map(bucket_of, dims))
-    source = gradient_safe(call["src"], dims, shape, sizes)
+    source = gradient_safe(src, dims, shape, sizes)
     # Torch has no gradient of `copy` itself.
-    return result(source.expand(shape).to(call["self"].dense, copy=True), dims, sizes)
+    return result(source.expand(shape).to(x.dense, copy=True), dims, sizes)
 
 
 def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], TrueSizes | None]:

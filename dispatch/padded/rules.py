@@ -2,7 +2,6 @@
 
 from subtensors.dispatch.padded import (  # noqa: F401
     attention,
-    batch_independent,
     carried_dims,
     contractions,
     copies,
@@ -12,13 +11,11 @@ from subtensors.dispatch.padded import (  # noqa: F401
     losses,
     normalisation,
     order_statistics,
-    pad_ops,
     pointwise,
     recurrent,
     reductions,
-    softmax,
+    slicing,
     spatial,
-    splitting,
     views,
 )
 from subtensors.dispatch.padded.interpreter import run, run_call, table

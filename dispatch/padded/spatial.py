@@ -2,66 +2,79 @@
 
 A convolution is padded with zeros, a max pooling with -inf: filled with that, a padded image of the bucket's size gives
 at each position the value that the unpadded image gives. A window that starts in the padding may overlap valid
-positions, so the gradient of the result is masked. An interpolation repeats the last valid position,
+positions, so the gradient of the result is masked. An interpolation by a factor repeats the last valid position,
 
     out[i] = sum over j near (i + 1/2) / factor - 1/2 of weight[i, j] x[min(max(j, 0), n - 1)].
+
+An interpolation to a size that is padded, or of one, has a quotient of true sizes as its scale. Each dim of m positions
+is resized to n in turn, both true sizes on the device, so one captured graph serves all of them. An output reads a few
+inputs, its taps, each with a share, as torch computes them:
+
+    nearest    x[floor(i m / n)]
+    linear     x[j] (1 - t) + x[j + 1] t      j + t = max((i + 1/2) m / n - 1/2, 0)
+    cubic      four inputs around (i + 1/2) m / n - 1/2
+
+An antialiased filter grows with m / n, so it reads any number of inputs: it is a product with a matrix of shares.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.reduction_dims import min_value
-from subtensors.dispatch.padded.interpreter import PaddedCall, refuse, table
-from subtensors.dispatch.padded.offset_reads import rows_dim
-from subtensors.dispatch.padded.pad_ops import pad_dim
+from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.copies import pad_dim
+from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
+from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression, value_at
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims
-from subtensors.dispatch.sizes.expressions import convolved, deconvolved, floor_divided, multiplied
+from subtensors.dispatch.padded.positions import gather_along
+from subtensors.dispatch.padded.reductions import unpadded_index
+from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims, with_dim
+from subtensors.dispatch.sizes.expressions import Size, convolved, deconvolved, floor_divided, multiplied
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
 @table.register(aten.convolution)
-def convolution(call: PaddedCall) -> PaddedValue:
+def convolution(call: PaddedCall, input: PaddedValue, weight: PaddedValue, transposed: bool) -> PaddedValue:
     """Convolve an input that is padded in the batch or in spatial dims."""
-    x: PaddedValue = call["input"]
-    weight: PaddedValue = call["weight"]
+    x, rank = input, input.dim() - 2
     if x.is_padded(1) or weight.padded_dims:
-        raise refuse(call, "its channels or its weight are padded")
+        raise UnsupportedCall("its channels or its weight are padded")
     # Images are independent of each other, except in the gradient of the weight.
-    is_tracked = torch.is_grad_enabled() and any(value.dense.requires_grad for value in call.values)
-    out = call.dense({"input": x.filled(0, None if is_tracked else range(2, x.dim()))})
-    dims: list[Factors] = [x.dims[0], *static_dims([out.shape[1]])]
-    rank = x.dim() - 2
+    out = call.dense({"input": x.filled(0, None if call.is_tracked else range(2, x.dim()))})
     options = [_per_dim(call[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    sizes = []
     for i, (stride, padding, dilation, extra) in enumerate(zip(*options, strict=True)):
-        d = i + 2
-        if not x.is_padded(d):
-            dims += static_dims([out.shape[d]])
-            continue
-        kernel = weight.shape[d]
-        size = prefix_size(x, d)
-        if call["transposed"]:
-            size = deconvolved(size, kernel, stride, padding, dilation, extra)
-        else:
-            size = convolved(size, kernel, stride, padding, dilation)
-        dims.append(padded_dim(out.shape[d], size))
-    return result(out, dims, x.sizes).gradient_masked()
+        window = weight.shape[i + 2], stride, padding, dilation
+        size = prefix_size(x, i + 2) if x.is_padded(i + 2) else 0
+        sizes.append(deconvolved(size, *window, extra) if transposed else convolved(size, *window))
+    return _resized(x, out, [x.dims[0], *static_dims([out.shape[1]])], sizes).gradient_masked()
+
+
+def _resized(x: PaddedValue, out: Tensor, leading: Sequence[Factors], sizes: Sequence[Size]) -> PaddedValue:
+    """Return a result with some leading dims, and last ones that have these true sizes where the input is padded."""
+    dims = list(leading)
+    for d, size in enumerate(sizes, start=x.dim() - len(sizes)):
+        bucket = out.shape[len(dims)]
+        dims.append(padded_dim(bucket, size) if x.is_padded(d) else static_dims([bucket])[0])
+    return result(out, dims, x.sizes)
 
 
 @table.register(aten.im2col.default, across=True)
-def windows(call: PaddedCall) -> PaddedValue:
+def windows(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Unfold the windows that a convolution reads, one column per position."""
-    x: PaddedValue = call["self"]
     first = x.dim() - 2
     if x.is_padded(first - 1):
-        raise refuse(call, "its channels are padded")
+        raise UnsupportedCall("its channels are padded")
     out = call.dense({"self": x.filled(0, range(first, x.dim()))})
     positions: list[Factor] = []
     for i, d in enumerate((first, first + 1)):
@@ -73,73 +86,61 @@ def windows(call: PaddedCall) -> PaddedValue:
     return result(out, dims, x.sizes).gradient_masked()
 
 
+_POOLED_DIMS = {
+    **dict.fromkeys([aten.avg_pool1d, aten.adaptive_avg_pool1d, aten.adaptive_max_pool1d], 1),
+    **dict.fromkeys([aten.max_pool2d_with_indices, aten.avg_pool2d, aten.adaptive_avg_pool2d], 2),
+    **dict.fromkeys([aten.max_pool3d_with_indices, aten.avg_pool3d, aten.adaptive_avg_pool3d], 3),
+    aten._adaptive_avg_pool2d: 2,
+    aten._adaptive_avg_pool3d: 3,
+}
+"""How many last dims each op pools."""
+
+
+@table.register(*[op for op in _POOLED_DIMS if "adaptive" in op.__name__], across=True)
+def adaptive_pool(call: PaddedCall, x: PaddedValue, output_size: Sequence[int]) -> PyTree:
+    """Pool to a single position as a reduction; more windows would depend on the true size."""
+    if any(size != 1 for size in output_size):
+        raise UnsupportedCall("its windows depend on the true size")
+    if call.op.overloadpacket is aten.adaptive_max_pool1d:
+        return run(aten.max.dim, (x, x.dim() - 1, True), {})
+    return apply(aten.mean.dim, x, list(range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())), True)
+
+
 @table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, across=True)
-def max_pool(call: PaddedCall) -> tuple[PaddedValue, PaddedValue]:
+def max_pool(call: PaddedCall, x: PaddedValue) -> tuple[PaddedValue, PaddedValue]:
     """The maximum of each window, and its position in the unpadded image."""
-    x: PaddedValue = call["self"]
-    rank = 2 if call.op.overloadpacket is aten.max_pool2d_with_indices else 3
-    values, positions = call.dense({"self": x.filled(min_value(x.dense.dtype), range(x.dim() - rank, x.dim()))})
-    dims = _pooled(call, x, values, rank, ceil=call["ceil_mode"])
-    positions = _true_positions(call, x, positions, rank)
-    return result(values, dims, x.sizes).gradient_masked(), result(positions, dims, x.sizes)
+    over = range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())
+    values, positions = call.dense({"self": x.filled(min_value(x.dense.dtype), over)})
+    if any(x.is_padded(d) and math.prod(x.shape[over[0] : d]) > 1 for d in over[1:]):
+        positions = unpadded_index(x, over, positions)
+    return _pooled(call, x, values).gradient_masked(), _pooled(call, x, positions)
 
 
 @table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, across=True)
-def average_pool(call: PaddedCall) -> PaddedValue:
+def average_pool(call: PaddedCall, x: PaddedValue, padding: Sequence[int], count_include_pad: bool) -> PaddedValue:
     """The mean of each window, with or without its border, as the caller asks."""
-    x: PaddedValue = call["self"]
-    rank = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}[call.op.overloadpacket]
-    over = range(x.dim() - rank, x.dim())
-    ceil, counts_border = call["ceil_mode"], call["count_include_pad"]
-    if call.get("divisor_override") or (counts_border and not ceil):
+    over = range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())
+    if call.get("divisor_override") or (count_include_pad and not call["ceil_mode"]):
         out = call.dense({"self": x.filled(0, over)})
-    elif counts_border and any(_per_dim(call["padding"], rank)):
-        raise refuse(call, "the size of the last window of ceil_mode depends on the true size")
+    elif count_include_pad and any(padding):
+        raise UnsupportedCall("the size of the last window of ceil_mode depends on the true size")
     else:
-        dtype = arithmetic_dtype(x.dense.dtype)
-        mask = x.mask(over)
-        ones = (
-            torch.ones(x.shape, dtype=dtype, device=x.dense.device) if mask is None else mask.expand(x.shape).to(dtype)
-        )
+        dtype, mask = arithmetic_dtype(x.dense.dtype), x.mask(over)
+        ones = torch.ones_like(x.dense, dtype=dtype) if mask is None else mask.expand(x.shape).to(dtype)
         sums, counts = (call.dense({"self": t, "count_include_pad": True}) for t in (x.filled(0, over).to(dtype), ones))
         out = (sums / counts).to(x.dense.dtype)
-    return result(out, _pooled(call, x, out, rank, ceil), x.sizes).gradient_masked()
+    return _pooled(call, x, out).gradient_masked()
 
 
-def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor, rank: int, ceil: bool) -> list[Factors]:
-    dims = list(x.dims[: x.dim() - rank])
-    kernel = _per_dim(call["kernel_size"], rank)
-    stride = _per_dim(call["stride"], rank) if call["stride"] else kernel
-    padding, dilation = _per_dim(call["padding"], rank), _per_dim(call.get("dilation", 1), rank)
-    for i in range(rank):
-        d = x.dim() - rank + i
-        if not x.is_padded(d):
-            dims += static_dims([out.shape[d]])
-            continue
-        size = convolved(prefix_size(x, d), kernel[i], stride[i], padding[i], dilation[i], ceil)
-        dims.append(padded_dim(out.shape[d], size))
-    return dims
-
-
-def _true_positions(call: PaddedCall, x: PaddedValue, positions: Tensor, rank: int) -> Tensor:
-    """Convert positions in a flattened bucket image to positions in the unpadded one."""
-    first = x.dim() - rank
-    if not any(x.is_padded(d) and math.prod(x.shape[first:d]) > 1 for d in range(first + 1, x.dim())):
-        return positions
-    valid = torch.zeros_like(positions)
-    scale: Tensor | int = 1
-    for d in reversed(range(first, x.dim())):
-        index, positions = positions % x.shape[d], positions // x.shape[d]
-        valid = valid + index * scale
-        scale = scale * _per_image(x, x.size(d))
-    return valid
-
-
-def _per_image(x: PaddedValue, size: Tensor | int) -> Tensor | int:
-    """A true size, shaped to broadcast against the images of a ragged batch."""
-    if isinstance(size, int) or not size.dim():
-        return size
-    return size.view([-1 if d == rows_dim(x) else 1 for d in range(x.dim())])
+def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor) -> PaddedValue:
+    rank = _POOLED_DIMS[call.op.overloadpacket]
+    options = [call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.get("dilation", 1)]
+    windows = zip(*[_per_dim(option, rank) for option in options], strict=True)
+    sizes = []
+    for d, (kernel, stride, padding, dilation) in enumerate(windows, start=x.dim() - rank):
+        size = prefix_size(x, d) if x.is_padded(d) else 0
+        sizes.append(convolved(size, kernel, stride, padding, dilation, call["ceil_mode"]))
+    return _resized(x, out, x.dims[: x.dim() - rank], sizes)
 
 
 def _per_dim(options: int | Sequence[int], rank: int) -> list[int]:
@@ -155,27 +156,116 @@ MAX_EXACT_DENOMINATOR = 1024
 
 
 @table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()), across=True)
-def interpolate(call: PaddedCall) -> PaddedValue:
-    """Resize by scale factors; a size would make the factor depend on the true size (`resampling.py`)."""
-    x: PaddedValue = call["input"]
-    over = range(2, x.dim())
-    factors = call["scale_factors"]
-    if factors is None or call.get("align_corners"):
-        raise refuse(call, "its scale factor depends on the true size")
-    extended = x
-    for d, factor in zip(over, factors, strict=True):
+def interpolate(call: PaddedCall, input: PaddedValue, scale_factors: Sequence[float] | None) -> PaddedValue:
+    """Resize by scale factors; a size would make the factor depend on the true size (`resampled`)."""
+    if scale_factors is None or call.get("align_corners"):
+        raise UnsupportedCall("its scale factor depends on the true size")
+    x = extended = input
+    sizes = []
+    for d, factor in enumerate(scale_factors, start=2):
+        parts = factor * MAX_EXACT_DENOMINATOR
+        sizes.append(floor_divided(multiplied(prefix_size(x, d), int(parts)), MAX_EXACT_DENOMINATOR))
         if x.is_padded(d):
-            if factor * MAX_EXACT_DENOMINATOR != int(factor * MAX_EXACT_DENOMINATOR):
-                raise refuse(
-                    call, f"the factor {factor} is no multiple of 1/{MAX_EXACT_DENOMINATOR}, and sizes are rounded"
-                )
+            if parts != int(parts):
+                reason = f"the factor {factor} is no multiple of 1/{MAX_EXACT_DENOMINATOR}, and sizes are rounded"
+                raise UnsupportedCall(reason)
             extended = pad_dim(extended, d, "replicate", 0, x.shape[d], static_dims([x.shape[d]])[0])
-    out = call.dense({"input": extended.dense})
-    dims = [*x.dims[:2], *static_dims(out.shape[2:])]
-    for d, factor in zip(over, factors, strict=True):
-        if x.is_padded(d):
-            size = floor_divided(
-                multiplied(prefix_size(x, d), int(factor * MAX_EXACT_DENOMINATOR)), MAX_EXACT_DENOMINATOR
-            )
-            dims[d] = padded_dim(out.shape[d], size)
-    return result(out, dims, x.sizes).gradient_masked()
+    return _resized(x, call.dense({"input": extended.dense}), x.dims[:2], sizes).gradient_masked()
+
+
+MODES = {
+    **dict.fromkeys(["nearest", "nearest-exact"], (1, 2, 3)),
+    "linear": (1,),
+    "bilinear": (2,),
+    "bicubic": (2,),
+    "trilinear": (3,),
+}
+"""The modes of `torch.nn.functional.interpolate`, and of how many dims each is."""
+
+Taps = list[tuple[Tensor, Tensor | None]]
+"""Positions that the outputs of a dim read, (bucket,) int64, and their shares; None for all of it."""
+
+
+def resampled(
+    x: PaddedValue, target: Sequence[int], mode: str, align_corners: bool | None, antialias: bool
+) -> PaddedValue:
+    """Interpolate the dims after the second to some sizes.
+
+    Args:
+        x: the value, (rows, channels, ...).
+        target: the size of each of these dims, padded or not.
+        mode, align_corners, antialias: as `torch.nn.functional.interpolate` takes them.
+
+    Raises:
+        UnsupportedCall: the sizes differ from row to row, or torch or no rule takes these options.
+    """
+    dtype, rank, is_nearest = x.dense.dtype, x.dim() - 2, mode.startswith("nearest")
+    if rank != len(target) or rank not in MODES.get(mode, ()) or not (is_nearest or dtype.is_floating_point):
+        raise UnsupportedCall(f"no rule interpolates {rank} dims of {dtype} by {mode} to {len(target)} padded sizes")
+    if (is_nearest and align_corners is not None) or (antialias and mode not in ("bilinear", "bicubic")):
+        raise UnsupportedCall(f"interpolation by {mode} has no such options")
+    sizes = sizes_with(x.sizes, *target)
+    if sizes is None or sizes.rows is not None:
+        raise UnsupportedCall("sizes differ from row to row")
+    x = replace(x.like(x.dense.to(arithmetic_dtype(dtype))), sizes=sizes)
+    for d, size in enumerate(target, start=2):
+        before = prefix_size(x, d) if x.is_padded(d) else true_expression(x.shape[d])
+        after = true_expression(size)
+        if sizes.known_on_host and 0 in (value_at(n, sizes.assignment()) for n in (before, after)):
+            raise UnsupportedCall("a size is 0")
+        n_in, n_out = sizes.of(before), sizes.of(after)
+        scale = _scale(n_in, n_out, torch.float32 if is_nearest else x.dense.dtype, bool(align_corners))
+        at = torch.arange(int(size), device=scale.device).to(scale.dtype)
+        factors = dim_of(size, sizes)
+        if antialias:
+            shares = _antialiased(at, torch.arange(x.shape[d], device=at.device), scale, n_in, mode)
+            values = torch.movedim(x.filled(0, [d]), d, -1) @ shares.t()
+            x = result(torch.movedim(values, -1, d), with_dim(x.dims, d, factors), sizes).gradient_masked()
+            continue
+        parts = []
+        for position, share in _taps(at, scale, mode, bool(align_corners)):
+            read = gather_along(x, d, torch.minimum(position.clamp(min=0), n_in - 1), factors)
+            parts.append(read.dense if share is None else read.dense * share.view([-1] + [1] * (x.dim() - d - 1)))
+        x = result(functools.reduce(torch.add, parts), with_dim(x.dims, d, factors), sizes)
+    return x.like(x.dense.to(dtype).contiguous())
+
+
+def _scale(n_in: Tensor, n_out: Tensor, dtype: torch.dtype, align_corners: bool) -> Tensor:
+    """Return how many inputs an output is wide; torch computes it in float32 for nearest ones of float64, too."""
+    before, after = n_in.to(dtype), n_out.to(dtype)
+    return (before - 1) / (after - 1).clamp(min=1) if align_corners else before / after.clamp(min=1)
+
+
+def _taps(at: Tensor, scale: Tensor, mode: str, align_corners: bool) -> Taps:
+    if mode.startswith("nearest"):
+        return [(((at + 0.5) * scale if mode == "nearest-exact" else at * scale).floor().long(), None)]
+    centre = at * scale if align_corners else (at + 0.5) * scale - 0.5
+    if mode != "bicubic":
+        centre = centre.clamp(min=0)
+    first = centre.floor()
+    rest, position = centre - first, first.long()
+    if mode == "bicubic":
+        return [(position + k, _cubic((rest - k).abs(), -0.75)) for k in range(-1, 3)]
+    return [(position, 1 - rest), (position + 1, rest)]
+
+
+def _antialiased(at: Tensor, inputs: Tensor, scale: Tensor, n_in: Tensor, mode: str) -> Tensor:
+    """Return the share of each input in each output, (bucket, inputs), of a filter as wide as an output."""
+    is_linear = mode == "bilinear"
+    width = scale.clamp(min=1)
+    support = (1 if is_linear else 2) * width
+    centre = ((at + 0.5) * scale).unsqueeze(1)
+    first = (centre - support + 0.5).trunc().clamp(min=0)
+    last = torch.minimum((centre + support + 0.5).trunc(), n_in.to(at.dtype))
+    distance = ((inputs - centre + 0.5) / width).abs()
+    share = (1 - distance).clamp(min=0) if is_linear else _cubic(distance, -0.5)
+    share = torch.where((inputs >= first) & (inputs < last), share, 0)
+    total = share.sum(1, keepdim=True)
+    return share / torch.where(total == 0, 1, total)
+
+
+def _cubic(x: Tensor, a: float) -> Tensor:
+    """The weight of a tap at a distance, by cubic convolution."""
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, 0))

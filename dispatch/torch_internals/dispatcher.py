@@ -87,10 +87,18 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
 
 
-@requires("torch._C._is_any_autocast_enabled", "torch._C._len_torch_dispatch_stack", otherwise=lambda: True)
+@requires(
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._functorch.maybe_current_level",
+    "torch.autograd.forward_ad._current_level",
+    otherwise=lambda: True,
+)
 def is_intercepted() -> bool:
-    """Return whether autocast or a mode that intercepts ops is active. Checked on 2.11, 2.13."""
-    return torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    """Return whether autocast, a mode that intercepts ops or a transform is active. Checked on 2.11, 2.13."""
+    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 @requires("torch._C._len_torch_dispatch_stack", otherwise=lambda: False)

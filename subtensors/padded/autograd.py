@@ -6,7 +6,7 @@ tensor of the bucket shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,13 +29,16 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def wrap_result(value: PaddedValue, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Tensor:
-    """The same for the result of a call, which a view remembers."""
-    result = wrap_with_grad(value)
-    if value.view:
-        is_plain_view = value.view == "alias" and not isinstance(result, PaddedTensor)
-        remember_views(func, args, kwargs, result, [result] if is_plain_view else [])
-    return result
+def wrap_results(
+    values: Sequence[PaddedValue], func: Callable[..., PyTree], args: Args, kwargs: Kwargs
+) -> list[Tensor]:
+    """The same for the results of a call, which views remember."""
+    results = [*map(wrap_with_grad, values)]
+    if any(value.view for value in values):
+        given = zip(values, results, strict=True)
+        plain = [x for value, x in given if value.view == "alias" and not isinstance(x, PaddedTensor)]
+        remember_views(func, args, kwargs, results, plain)
+    return results
 
 
 def unwrap_with_grad(x: Tensor) -> PaddedValue:

@@ -1,20 +1,21 @@
-"""A fast path for torch functions that are a single op: their rule, or a cached outcome of it, runs directly.
+"""Repeats of calls that are a single op: the dispatcher takes a call apart once, then its rule or outcome is repeated.
 
-Any other call goes through torch's dispatcher, which decomposes it into ops. For that every tensor is replaced by a
-placeholder and back, which takes the host longer than the op itself. These functions are known to be one op where their
-arguments are of the plain types that the op takes; and with autocast and every mode off, nothing between the function
-and the rule can change the call.
+In torch's dispatcher every tensor of a call is replaced by a placeholder and back, which takes the host longer than the
+op itself. Where a call turned out to be one op, `learn` notes which argument is which of the op's. Another call of the
+function is that op again if its other arguments are the same and its tensors are alike; with
+autocast and every mode off, nothing between the function and the rule can change it. So the op's rule runs directly.
 
 A rule looks at dims, fills and dtypes, and often finds nothing to fill or to mask. If it only ran the op on its
-operands' storages, a call with operands of the same dims, fills and dtypes does the same: then its `CachedOutcome` is
-reused, and the call is the op and a new wrapper. That holds for ops whose rules depend on nothing else, such as true
-sizes known on the host, and where autograd tracks nothing.
+operands' storages, a repeat does the same: then its `Outcome` is reused, and the call is the op and a new
+wrapper. That holds where the rule depends on nothing else, such as true sizes known on the host, and where autograd
+tracks nothing.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,208 +32,258 @@ from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
-from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.dispatch.torch_internals.ops import schema_of
-from subtensors.padded.autograd import unwrap_with_grad, wrap_result
+from subtensors.padded.autograd import unwrap_with_grad, wrap_results
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
 
 aten = torch.ops.aten
 
-OP_OF: dict[Callable[..., PyTree], OpOverload] = {
-    functional.linear: aten.linear.default,
-    functional.layer_norm: aten.layer_norm.default,
-    functional.gelu: aten.gelu.default,
-    functional.scaled_dot_product_attention: aten.scaled_dot_product_attention.default,
-    Tensor.transpose: aten.transpose.int,
-    Tensor.unsqueeze: aten.unsqueeze.default,
-    Tensor.contiguous: aten.contiguous.default,
-    torch.addmm: aten.addmm.default,
-    **dict.fromkeys([torch.matmul, Tensor.matmul], aten.matmul.default),
-    **dict.fromkeys([torch.add, Tensor.add], aten.add.Tensor),
-    **dict.fromkeys([torch.sub, Tensor.sub], aten.sub.Tensor),
-    **dict.fromkeys([torch.mul, Tensor.mul], aten.mul.Tensor),
-    **dict.fromkeys([torch.pow, Tensor.pow, Tensor.__pow__], aten.pow.Tensor_Scalar),
-    **dict.fromkeys([torch.neg, Tensor.neg, Tensor.__neg__], aten.neg.default),
-    **dict.fromkeys([torch.relu, Tensor.relu], aten.relu.default),
-    **dict.fromkeys([torch.tanh, Tensor.tanh], aten.tanh.default),
-    **dict.fromkeys([torch.sigmoid, Tensor.sigmoid], aten.sigmoid.default),
-    **dict.fromkeys([torch.rsqrt, Tensor.rsqrt], aten.rsqrt.default),
-}
-"""The single op of each function; their arguments agree, but for the name of the tensor."""
+MAX_CALLS = 4096
+"""The most calls that are known at a time, and the most outcomes of each."""
 
-OP_OF_SIZES: dict[Callable[..., PyTree], OpOverload] = {
+SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
     Tensor.view: aten.view.default,
     Tensor.reshape: aten.reshape.default,
-    Tensor.permute: aten.permute.default,
+    torch.reshape: aten.reshape.default,
     Tensor.expand: aten.expand.default,
+    Tensor.repeat: aten.repeat.default,
+    Tensor.new_zeros: aten.new_zeros.default,
+    Tensor.new_ones: aten.new_ones.default,
+    Tensor.new_empty: aten.new_empty.default,
+    Tensor.contiguous: aten.contiguous.default,
 }
-"""The same for functions that also take a tuple as separate arguments."""
+"""Functions of a list of sizes, or of as many arguments, or of none; and the op that each is, or may skip."""
 
-OP_UNLESS_IN_PLACE: dict[Callable[..., PyTree], OpOverload] = {
-    functional.relu: aten.relu.default,
-    functional.silu: aten.silu.default,
-}
-"""The same for functions with an argument `inplace`."""
+_SEQUENCES = frozenset([tuple, list, torch.Size])
+_INTS = frozenset([int, PaddedSize])
+_CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
+
+
+class CallKey(NamedTuple):
+    """The part of a call that decides which op it is, and its arguments.
+
+    Args:
+        values: equal for calls that are the same op.
+        given: the arguments, by position and then by name.
+        operands: the same, with storages in place of PaddedTensors.
+        floats: the floats among them.
+        sizes: the true sizes of all its padded operands; None where its outcome may depend on more.
+    """
+
+    values: tuple[object, ...]
+    given: tuple[PyTree, ...]
+    operands: list[PyTree]
+    floats: tuple[object, ...]
+    sizes: TrueSizes | None
+
+
+Outcome = tuple[tuple[Factors, ...], Fill | None, Literal["", "alias", "copy"]]
+"""The dims, the fill and the view of a result, as in `PaddedValue`."""
+
+
+class _Place(NamedTuple):
+    """The place of an argument of the call among those of its op."""
+
+    at: int
+
+
+@dataclass(eq=False)
+class SingleOp:
+    """A call that is one op.
+
+    Args:
+        op: the op.
+        args, kwargs: its arguments, with a place for each tensor and each float that the call was given.
+        fixed: the text of floats without a place, by their position in the call.
+        results: the type of several results; None of a single one.
+        outcomes: by the floats of a call.
+    """
+
+    op: OpOverload
+    args: Sequence[PyTree]
+    kwargs: Mapping[str, PyTree]
+    fixed: Mapping[int, str] = field(default_factory=dict)
+    results: type | None = None
+    outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+
+    def arguments(self, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
+        """Return the op's arguments for those of a call."""
+        args = [given[x.at] if type(x) is _Place else x for x in self.args]
+        named = self.kwargs.items()
+        return args, {name: given[x.at] if type(x) is _Place else x for name, x in named} if named else {}
+
+
+_calls: dict[tuple[object, ...], SingleOp | None] = {}
+"""The op of each call that was taken apart; None for one of several ops."""
+
+
+def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Repeat a call that is known to be one op; return NotImplemented for any other."""
+    if func is functional.dropout and _drops_nothing(*args, **kwargs):
+        return args[0]
+    if dispatcher.is_intercepted():
+        return NotImplemented
+    if func in SHAPE_OPS and not kwargs and type(args[0]) is PaddedTensor:
+        if len(args) > 1 and type(args[1]) in _INTS:
+            args = args[0], args[1:]
+        if len(args) == 1 + (func is not Tensor.contiguous) and type(args[-1]) in (*_SEQUENCES, PaddedTensor):
+            return run_op(SHAPE_OPS[func], func, args, kwargs)
+    key = call_key(func, args, kwargs)
+    single = _calls.get(key.values) if key is not None else None
+    if key is None or single is None:
+        return NotImplemented
+    if single.fixed and any(repr(key.given[i]) != x for i, x in single.fixed.items()):
+        return NotImplemented
+    return _run(single, key, func, args, kwargs)
 
 
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     return not training and 0 <= p <= 1
 
 
-IDENTITY_CALLS: dict[Callable[..., PyTree], Callable[..., bool]] = {functional.dropout: _drops_nothing}
-"""Functions that may return their first argument, each with the condition under which they do."""
+def run_op(op: OpOverload, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run an op that returns one tensor by its rule.
 
-FUNCTIONS = frozenset([*OP_OF, *OP_OF_SIZES, *OP_UNLESS_IN_PLACE, *IDENTITY_CALLS])
-"""The functions for which `try_fast_path` may have an answer."""
-
-MAX_OUTCOMES = 4096
-"""The most calls whose outcomes are cached."""
-
-Kinds = frozenset[type]
-
-_INTS: Kinds = frozenset([int, PaddedSize])
-_NUMBER: Kinds = frozenset([int, float])
-_SEQUENCE: Kinds = frozenset([tuple, list, torch.Size])
-_NONE: Kinds = frozenset([type(None)])
-_KINDS: dict[str, Kinds] = {
-    "int": frozenset([int]),
-    "float": _NUMBER,
-    "number": _NUMBER,
-    "bool": frozenset([bool]),
-    "str": frozenset([str]),
-    "List[int]": _SEQUENCE,
-}
-"""The Python types that an argument of each schema type may have without torch having to choose an overload."""
+    Args:
+        op: the op.
+        func: takes the same result again, of which an argument may be the base.
+        args, kwargs: its arguments, padded sizes among them.
+    """
+    key = call_key(op, args, kwargs)
+    if key is None:
+        key = CallKey((), (*args, *kwargs.values()), [], (), None)
+    single = _calls.get(key.values)
+    if single is None:
+        places = [_Place(i) for i in range(len(key.given))]
+        single = SingleOp(op, places[: len(args)], dict(zip(kwargs, places[len(args) :], strict=True)))
+        if key.values:
+            _remember(key, single)
+    return _run(single, key, func, args, kwargs)
 
 
-def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    """Run a call by the rule of its single op; return NotImplemented where it may be something else."""
-    op = OP_OF.get(func)
-    if op is not None:
-        pass
-    elif (op := OP_OF_SIZES.get(func)) is not None:
-        if len(args) > 1 and type(args[1]) in _INTS:
-            args = args[0], args[1:]
-    elif (op := OP_UNLESS_IN_PLACE.get(func)) is not None:
-        if kwargs.get("inplace") is False:
-            kwargs = {name: x for name, x in kwargs.items() if name != "inplace"}
-    elif func in IDENTITY_CALLS and IDENTITY_CALLS[func](*args, **kwargs):
-        return args[0]
-    else:
-        return NotImplemented
-    if not _accepts(op, args, kwargs) or dispatcher.is_intercepted() or is_transforming():
-        return NotImplemented
-    key = outcome_key(op, args, kwargs)
-    known = _outcomes.get(key.values) if key is not None else None
-    if key is not None and known is not None:
-        return make_padded(PaddedValue(op(*key.operands), known.dims, key.sizes, known.fill, known.view))
+def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    is_repeatable = key.sizes is not None and not torch.is_grad_enabled() and not is_observed()
+    if is_repeatable and (known := single.outcomes.get(key.floats)) is not None:
+        op_args, op_kwargs = single.arguments(key.operands)
+        dims, fill, view = known
+        return make_padded(PaddedValue(single.op(*op_args, **op_kwargs), dims, key.sizes, fill, view))
     values: dict[int, PaddedValue] = {}
 
     def inner(x: PyTree) -> PyTree:
-        kind = type(x)
-        if kind is PaddedTensor:
+        if type(x) is PaddedTensor:
             if id(x) not in values:
                 values[id(x)] = unwrap_with_grad(x)
             return values[id(x)]
-        return unpadded_value(x) if kind in PLAIN_TYPES else x
+        return unpadded_value(x) if type(x) in PLAIN_TYPES else x
 
     # A view that is older than the last write to its base is retaken here, by a call of its own.
-    inner_args, inner_kwargs = [*map(inner, args)], {name: inner(x) for name, x in kwargs.items()}
+    op_args, op_kwargs = single.arguments([*map(inner, key.given)])
     with torch._C.DisableTorchFunctionSubclass():
-        call = PaddedCall(op, inner_args, inner_kwargs)
-        out: PaddedValue = rules.run_call(call)
-    if key is not None:
-        _cache_outcome(key, call, out)
-    return wrap_result(out, func, args, kwargs)
+        call = PaddedCall(single.op, op_args, op_kwargs)
+        out = rules.run_call(call)
+    if single.results is not None:
+        return single.results(wrap_results(out, func, args, kwargs))
+    is_unchanged = call.unchanged is out.dense and out.padded_dims and out.sizes is key.sizes and out.view != "copy"
+    if is_repeatable and is_unchanged and len(single.outcomes) < MAX_CALLS:
+        single.outcomes[key.floats] = out.dims, out.fill, out.view
+    return wrap_results([out], func, args, kwargs)[0]
 
 
-def _accepts(op: OpOverload, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether the arguments are of types for which torch can only choose this op."""
-    positional, named, required = _parameters(op)
-    if not required <= len(args) <= len(positional):
-        return False
-    for x, kinds in zip(args, positional, strict=False):
-        kind = type(x)
-        if kind not in kinds or (kind in _SEQUENCE and not all(type(n) in _INTS for n in x)):
-            return False
-    return all(type(x) in named.get(name, ()) and type(x) not in _SEQUENCE for name, x in kwargs.items())
-
-
-@functools.cache
-def _parameters(op: OpOverload) -> tuple[list[Kinds], dict[str, Kinds], int]:
-    """The types that each argument may have, by position and by name; the number that must be given by position."""
-    arguments = schema_of(op).arguments
-    named = {a.name: _kinds(a.name, str(a.type)) for a in arguments}
-    positional = [named[a.name] for a in arguments if not a.kwarg_only]
-    return positional, named, sum(not a.has_default_value() for a in arguments)
-
-
-def _kinds(name: str, written: str) -> Kinds:
-    """The Python types that an argument of this schema type may have."""
-    required = written.removeprefix("Optional[").removesuffix("]") if written.startswith("Optional[") else written
-    kinds = _KINDS.get(required, frozenset())
-    if required == "Tensor":
-        tensors: Kinds = frozenset([PaddedTensor, *PLAIN_TYPES])
-        kinds = tensors | _NUMBER if name == "other" else tensors
-    return kinds if required is written else kinds | _NONE
-
-
-class OutcomeKey(NamedTuple):
-    """The part of a call that its outcome depends on, and the operands.
-
-    Args:
-        values: equal for calls of one outcome.
-        operands: the arguments, with storages in place of PaddedTensors.
-        sizes: the true sizes of all its padded operands.
-    """
-
-    values: tuple[object, ...]
-    operands: list[PyTree]
-    sizes: TrueSizes
-
-
-class CachedOutcome(NamedTuple):
-    """The properties of a result other than its storage; fields as in `PaddedValue`."""
-
-    dims: tuple[Factors, ...]
-    fill: Fill | None
-    view: Literal["", "alias", "copy"]
-
-
-_outcomes: dict[tuple[object, ...], CachedOutcome] = {}
-
-
-def outcome_key(op: OpOverload, args: Args, kwargs: Kwargs) -> OutcomeKey | None:
-    """The key of a call in the cache of outcomes; None where its outcome may depend on more."""
-    if kwargs or torch.is_grad_enabled() or is_observed():
-        return None
+def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey | None:
+    """Return the key of a call; None for one with arguments of other types."""
     sizes: TrueSizes | None = None
-    values: list[object] = [op]
+    is_alike = True
+    given = (*args, *kwargs.values()) if kwargs else args
+    values: list[object] = [func, *kwargs]
     operands: list[PyTree] = []
-    for x in args:
+    floats: list[object] = []
+    tensors: list[int] = []
+    for x in given:
         kind = type(x)
         if kind is PaddedTensor:
-            if x._view_source is not None or x._sizes is None or (sizes is not None and x._sizes is not sizes):
-                return None
-            sizes, dense = x._sizes, x._dense
-            values += (x._dims, dense.dtype, fill_of(x), x._view)
+            own, dense = x._sizes, x._dense
+            if own is not sizes:
+                is_alike = is_alike and sizes is None
+                sizes = own
+                values.append(None if own is None else own.key)
+            is_alike = is_alike and own is not None and x._view_source is None
+            values += (x._dims, dense.dtype, dense.device, fill_of(x), x._view)
             operands.append(dense)
+            tensors.append(id(x))
         elif kind in PLAIN_TYPES:
-            values += (x.shape, x.dtype)
+            values += (x.shape, x.dtype, x.device)
+            operands.append(x)
+            tensors.append(id(x))
+        elif kind is float:
+            values.append(kind)
+            floats.append(x or repr(x))  # the sign of a zero matters
+            operands.append(x)
+        elif kind in _SEQUENCES:
+            kinds = {*map(type, x)}
+            if not kinds <= _INTS:
+                return None
+            values += (kind, tuple([n.text if type(n) is PaddedSize else n for n in x] if PaddedSize in kinds else x))
+            # Torch reads plain ints much faster.
+            operands.append([*map(int, x)])
+        elif kind in _CONSTANTS:
+            values += (kind, x)
             operands.append(x)
         else:
-            values += (kind, tuple([n.text if type(n) is PaddedSize else n for n in x]) if kind in _SEQUENCE else x)
-            # Torch reads plain ints much faster.
-            operands.append([*map(int, x)] if kind in _SEQUENCE else x)
-    if sizes is None or sizes.rows is not None:
-        return None
-    # Rules compare sizes for every value up to their buckets.
-    return OutcomeKey((sizes.key, *values), operands, sizes)
+            return None
+    if len(tensors) > 1 and len({*tensors}) < len(tensors):
+        # One tensor that is given twice is no two tensors.
+        values.append(tuple(map(tensors.index, tensors)))
+    # Rules compare sizes for every value up to their buckets, which are part of the key.
+    one_run = sizes if is_alike and sizes is not None and sizes.rows is None else None
+    return CallKey(tuple(values), given, operands, tuple(floats), one_run)
 
 
-def _cache_outcome(key: OutcomeKey, call: PaddedCall, out: PaddedValue) -> None:
-    """Cache the outcome of a call if its rule only ran the op."""
-    if call.unchanged is out.dense and out.padded_dims and out.sizes is key.sizes and out.view != "copy":
-        if len(_outcomes) >= MAX_OUTCOMES:
-            _outcomes.clear()
-        _outcomes[key.values] = CachedOutcome(out.dims, out.fill, out.view)
+def learn(
+    func: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
+    single: tuple[OpOverload, Args, Kwargs] | None,
+    kind: type = Tensor,
+) -> None:
+    """Note which op a call was.
+
+    Args:
+        func, args, kwargs: the call.
+        single: its op and the op's arguments, with the tensors that the call was given; None if it was several ops.
+        kind: the type of its result, or of the container of several.
+    """
+    key = call_key(func, args, kwargs)
+    if key is None or key.values in _calls:
+        return
+    if single is None:
+        _remember(key, None)
+        return
+    op, op_args, op_kwargs = single
+    arguments = [*op_args, *op_kwargs.values()]
+    given = {i: x for i, x in enumerate(key.given) if isinstance(x, Tensor | float)}
+    placed: dict[int, int] = {}
+    for i, x in given.items():
+        at = [j for j, y in enumerate(arguments) if _is_same(x, y)]
+        if isinstance(x, Tensor) and not at:
+            return
+        # Code in Python may compute with a float, which happens to be its own result.
+        is_computed = isinstance(func, FunctionType) or len(at) != 1
+        if isinstance(x, Tensor) or (not is_computed and sum(_is_same(x, y) for y in given.values()) == 1):
+            placed |= dict.fromkeys(at, i)
+    if any(isinstance(x, Tensor) and j not in placed for j, x in enumerate(arguments)):
+        return
+    templates = [_Place(placed[j]) if j in placed else x for j, x in enumerate(arguments)]
+    named = dict(zip(op_kwargs, templates[len(op_args) :], strict=True))
+    fixed = {i: repr(x) for i, x in given.items() if isinstance(x, float) and i not in placed.values()}
+    results = None if issubclass(kind, Tensor) else kind
+    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed, results))
+
+
+def _is_same(x: PyTree, y: PyTree) -> bool:
+    """Return whether two arguments are one tensor, or equal floats."""
+    return x is y if isinstance(x, Tensor) else type(y) is float and repr(x) == repr(y)
+
+
+def _remember(key: CallKey, single: SingleOp | None) -> None:
+    if len(_calls) >= MAX_CALLS:
+        _calls.clear()
+    _calls[key.values] = single

@@ -1,4 +1,4 @@
-"""A debug mode for the leak that no type can see: a bucket's size that reaches Python or a plain tensor as a number.
+"""The shape that a PaddedTensor reports, and a debug mode for the leak that no type can see.
 
 Padded sizes know their true sizes (`PaddedSize`), and calls on PaddedTensors take those. What is left are the calls
 that no PaddedTensor is part of, and Python itself. In the mode each of these warns, with its line.
@@ -7,6 +7,7 @@ that no PaddedTensor is part of, and Python itself. In the mode each of these wa
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -17,10 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes
+from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of
 from subtensors.dispatch.padded.positions import checked_bounds
-from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.sizes.expressions import Size
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
+from subtensors.dispatch.sizes.expressions import Size, multiplied
 from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.sized_calls import OF_BUCKETS, VALUES
@@ -249,3 +251,47 @@ def watch_sizes() -> Iterator[None]:
             yield
         finally:
             active_modes.pop()
+
+
+def shape_of(x: PaddedTensor) -> torch.Size:
+    """The bucket shape; see `PaddedSize`."""
+    known = x._known_shape
+    if known is not None and known[0] is x._dims and known[1] is x._sizes:
+        return known[2]
+    shape, sizes = x._dense.shape, x._sizes
+    padded = _padded_sizes(x._dims) if sizes is not None else ()
+    if sizes is None or not padded:
+        return shape
+    numbers: list[int] = [*shape]
+    for d, size, text in padded:
+        if type(shape[d]) is not int:
+            return shape
+        if active_modes:
+            numbers[d] = WatchedSize.of(shape[d], size, sizes, f"dim {d} (true size {text})")
+        else:
+            # As its constructor does, without the call: models read many shapes.
+            number = int.__new__(PaddedSize, shape[d])
+            number.size, number.sizes, number.text = size, sizes, text
+            numbers[d] = number
+    shape = torch.Size(numbers)
+    if not active_modes:
+        x._known_shape = x._dims, sizes, shape
+    return shape
+
+
+def numel_of(x: PaddedTensor, bucket: int) -> int:
+    """The number of elements of the bucket, given; see `PaddedSize`."""
+    sizes = x._sizes
+    if sizes is None or type(bucket) is not int or sizes.rows is not None or not _padded_sizes(x._dims):
+        return bucket
+    size = multiplied(*map(size_of, x._dims))
+    if active_modes:
+        return WatchedSize.of(bucket, size, sizes, "all dims")
+    return PaddedSize(bucket, size, sizes)
+
+
+@functools.lru_cache(4096)
+def _padded_sizes(dims: tuple[Factors, ...]) -> list[tuple[int, Size, str]]:
+    """The padded dims with their true sizes, also as text; the rows of a ragged batch are all valid."""
+    sizes = [(d, size_of(factors)) for d, factors in enumerate(dims) if is_padded(factors)]
+    return [(d, size, text_of(size)) for d, size in sizes if size != rows_symbol()]

@@ -17,8 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_map_only
-from subtensors.dispatch.padded import rules
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,
     dim_of,
@@ -28,26 +27,15 @@ from subtensors.dispatch.padded.padded_size import (
     true_expression,
 )
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.resampling import resampled
+from subtensors.dispatch.padded.spatial import resampled
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
-from subtensors.padded.autograd import unwrap_with_grad, wrap_result, wrap_with_grad
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.fast_path import SHAPE_OPS, run_op
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
 
 aten = torch.ops.aten
-
-SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
-    Tensor.view: aten.view.default,
-    Tensor.reshape: aten.reshape.default,
-    torch.reshape: aten.reshape.default,
-    Tensor.expand: aten.expand.default,
-    Tensor.repeat: aten.repeat.default,
-    Tensor.new_zeros: aten.new_zeros.default,
-    Tensor.new_ones: aten.new_ones.default,
-    Tensor.new_empty: aten.new_empty.default,
-}
-"""Functions of a list of sizes, or of as many arguments, and the op that each is."""
 
 OPS: dict[Callable[..., PyTree], OpOverload] = {
     **dict.fromkeys([torch.narrow, Tensor.narrow], aten.narrow.default),
@@ -68,14 +56,7 @@ FILLED: dict[Callable[..., PyTree], float | None] = {
 """Factories of a list of sizes, or of as many arguments, and what their results hold."""
 
 OF_BUCKETS: frozenset[Callable[..., PyTree]] = frozenset(
-    [
-        functional.layer_norm,
-        functional.rms_norm,
-        torch.layer_norm,
-        torch.rms_norm,
-        Tensor.unflatten,
-        torch.unflatten,
-    ]
+    [functional.layer_norm, functional.rms_norm, torch.layer_norm, torch.rms_norm, Tensor.unflatten, torch.unflatten]
 )
 """Functions that compare sizes with those of the buckets, and do not compute with them."""
 
@@ -168,10 +149,8 @@ def _resampled(
 
 def _run(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> Tensor:
     """Run the rule of an op that returns one tensor, of which an argument may be the base."""
-    inner_args, inner_kwargs = tree_map_only(Tensor, unwrap_with_grad, (args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        out: PaddedValue = rules.run(op, inner_args, inner_kwargs)
-    return wrap_result(out, functools.partial(_run, op), args, kwargs)
+    out: Tensor = run_op(op, functools.partial(_run, op), args, kwargs)
+    return out
 
 
 def _indexed(x: Tensor, index: PyTree) -> PyTree:

@@ -4,7 +4,7 @@
      |
     __torch_function__ ---------->  f is a query such as x.size() or x.dtype: the wrapper answers it
      |
-    fast_path.py ---------------->  f is known to be one op: its rule, or a cached outcome of it, gives the result
+    fast_path.py ---------------->  f was one op before: its rule, or a cached outcome of it, gives the result
      |
     below autograd                  tensors become placeholders, and f runs past autograd's kernels
      |
@@ -53,7 +53,7 @@ from subtensors.padded.fallback import fallbacks as fallbacks  # documented unde
 from subtensors.padded.inplace import assign_at_index, try_copy_storage, write_back, write_valid
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
 from subtensors.padded.replacements import REPLACEMENTS
-from subtensors.padded.shapes import numel_of, shape_of
+from subtensors.padded.size_debug import numel_of, shape_of
 from subtensors.padded.sized_calls import run_with_sizes
 from subtensors.padded.views import refresh_copies, remember_views
 
@@ -100,6 +100,8 @@ class CallFrame:
         """Results without a padded dim that share an argument's memory."""
         self.has_views = False
         """True if a result is a view."""
+        self.ops: list[tuple[OpOverload, Args, Kwargs, PyTree]] = []
+        """The ops that it ran, with their arguments and results."""
 
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
@@ -145,13 +147,6 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
         shape = shape_of(args[0])
         if dim is None or (type(dim) is int and -len(shape) <= dim < len(shape)):
             return shape if dim is None else shape[dim]
-    if func in fast_path.FUNCTIONS:
-        try:
-            answer = fast_path.try_fast_path(func, args, kwargs)
-        except RuleError as error:
-            return run_on_unpadded_data(func, args, kwargs, error)
-        if answer is not NotImplemented:
-            return answer
     name = getattr(func, "__name__", "")
     if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
         return run_backward(func, args, kwargs)
@@ -171,6 +166,12 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             f"{name} on a PaddedTensor has no rule under torch.export: export the program of the unpadded tensors, or "
             f"compile it with torch.compile"
         )
+    try:
+        answer = fast_path.try_fast_path(func, args, kwargs)
+    except RuleError as error:
+        return run_on_unpadded_data(func, args, kwargs, error)
+    if answer is not NotImplemented:
+        return answer
     if is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
@@ -231,6 +232,7 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
             out = func(*inner_args, **inner_kwargs)
     finally:
         _state.calls.pop()
+    _learn(func, args, kwargs, frame, out)
     for placeholder in frame.written.values():
         write_back(frame.originals[id(placeholder)], unwrap(placeholder))
     for original in frame.overwritten:
@@ -240,6 +242,20 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
     if frame.has_views:
         remember_views(func, args, kwargs, out, frame.plain_views)
     return out
+
+
+def _learn(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, frame: CallFrame, out: PyTree) -> None:
+    """Repeat this call by its rule next time, if it is one op that writes to nothing."""
+    if not frame.ops or dispatcher.is_intercepted():
+        return
+    op, *arguments, found = frame.ops[0]
+    outs, results = ([*x] if isinstance(x, tuple | list) else [x] for x in (out, found))
+    is_single = len(frame.ops) == 1 and len(outs) == len(results) and all(isinstance(x, PaddedTensor) for x in outs)
+    if is_single and all(x is y for x, y in zip(outs, results, strict=True)):
+        given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
+        fast_path.learn(func, args, kwargs, (op, *given), type(out))
+    else:
+        fast_path.learn(func, args, kwargs, None)
 
 
 def _run_script(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -274,9 +290,10 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
     frame = _state.calls.pop()
     try:
         with dispatcher.restored_dispatch_keys(frame.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
-            if is_in_place(op) or functional_form(op) is not op:
-                return _mutate(op, args, kwargs, frame)
-            return _run(op, args, kwargs)
+            writes = is_in_place(op) or functional_form(op) is not op
+            out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs)
+            frame.ops += [(op, args, kwargs, out)] * (2 if writes else 1)
+            return out
     except decomposable.MustDecompose:
         pass
     finally:
