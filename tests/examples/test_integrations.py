@@ -17,6 +17,9 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...], list[str], str]] = {
     "TRL: SFT": ("with_trl", ("trl", "datasets"), ["--trainer", "sft"], r"sft: losses \[.*by subtensors.optim"),
     "TRL: DPO": ("with_trl", ("trl", "datasets"), ["--trainer", "dpo"], r"dpo: losses \[.*by subtensors.optim"),
     "TRL: GRPO": ("with_trl", ("trl", "datasets"), ["--trainer", "grpo"], r"grpo: losses \[.*by subtensors.optim"),
+    "Lightning": ("with_lightning", ("lightning",), [], r"losses \[5.*, max_norm 1.0"),
+    "accelerate": ("with_accelerate", ("accelerate",), [], r"bit by bit the same: yes"),
+    "PEFT": ("with_peft", ("peft",), [], r"logits ChunkedTensor, loss 5.* -> [34]\.[\s\S]*: as they were"),
 }
 """For each program its file, the packages that it needs, its arguments, and what it prints."""
 
@@ -38,7 +41,7 @@ def test_a_program_trains_with_another_library(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file, packages, arguments, expected = PROGRAMS[name]
-    for package in packages:
+    for package in ("transformers", *packages):
         pytest.importorskip(package, reason=f"needs the package {package}", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [file, *arguments])
