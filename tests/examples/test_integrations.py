@@ -20,6 +20,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...], list[str], str]] = {
     "Lightning": ("with_lightning", ("lightning",), [], r"losses \[5.*, max_norm 1.0"),
     "accelerate": ("with_accelerate", ("accelerate",), [], r"bit by bit the same: yes"),
     "PEFT": ("with_peft", ("peft",), [], r"logits ChunkedTensor, loss 5.* -> [34]\.[\s\S]*: as they were"),
+    "torchtitan": ("with_torchtitan", ("torchtitan",), [], r"loss 5.* by subtensors.optim[\s\S]*entries of state"),
 }
 """For each program its file, the packages that it needs, its arguments, and what it prints."""
 
