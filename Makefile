@@ -40,7 +40,7 @@ $(VENV)/.demo: pyproject.toml setup.py constraints.txt
 
 $(VENV)/.ready: $(VENV)/.demo
 	@echo "Adding what tests, pages and checks need to $(VENV). It takes about a minute."
-	$(VENV)/bin/python -m pip install --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test,docs]'
+	$(VENV)/bin/python -m pip install --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test,docs,serve]'
 	@touch $@
 
 demo: $(DEMO_READY)
@@ -63,7 +63,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo
+	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo --module grpo_cycle --module load_embeddings --module serve_embeddings --module train_gpt
 
 bench: $(READY)
 	$(PYTHON) -m subtensors bench optim --out docs/benchmarks

@@ -27,16 +27,8 @@ from subtensors.arguments import shown
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import chunk
+from subtensors.integrations.undo import keep
 from subtensors.sizes.dims import Dim
-
-
-def keep(owner: object, name: str, undo: ExitStack) -> None:
-    """Make `undo` restore an attribute of an object, or delete it if there is none now."""
-    attributes = vars(owner)
-    if name in attributes:
-        undo.callback(attributes.__setitem__, name, attributes[name])
-    else:
-        undo.callback(attributes.pop, name, None)
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from subtensors import optim
 from subtensors.arguments import shown
 from subtensors.chunked.chunked_tensor import chunk
-from subtensors.integrations.causal_lm import Body, ChunkedHead, keep, output_head
+from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head
+from subtensors.integrations.token_scores import TokenScores
+from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
@@ -70,7 +72,8 @@ def apply(
 
     Raises:
         TypeError: not a causal language model, or one without a linear head; an option that the optimizer doesn't take.
-        ValueError: an unknown name of an optimizer or a loss; a model whose loss is chunked already.
+        ValueError: an unknown name of an optimizer or a loss; a model whose loss is chunked already, or that a trainer
+            of TRL has made compute logits in float32.
 
     Example:
         >>> import torch, transformers, subtensors as st
@@ -97,6 +100,7 @@ def apply(
     try:
         if chunking is not None:
             ChunkedHead(chunking).attach(model, head, undo)
+            TokenScores.install(model, undo)
         if compiling is not None or buckets is not None:
             Body.install(model, compiling, buckets, undo)
     except BaseException:
@@ -142,7 +146,8 @@ def apply_to_trainer(
 
     The trainer makes the optimizer, with its own groups, from `learning_rate`, and from `adam_beta1`, `adam_beta2` and
     `adam_epsilon` where these were changed; its checkpoints hold the state. `max_grad_norm` becomes the optimizer's
-    `max_norm`, so that gradients are clipped once, inside the step; the norm is logged as before.
+    `max_norm`, so that gradients are clipped once, inside the step; the norm is logged as before. TRL's trainers for
+    SFT, DPO and GRPO, which score tokens without calling the head, then do so by chunks of the model's own logits.
 
     Args:
         trainer: one that has made no optimizer yet.

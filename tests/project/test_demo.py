@@ -1,60 +1,56 @@
-"""The demo trains the same model with each optimizer and shows what it measured."""
+"""The demo trains the same model in each way, step by step side by side, and shows what it measured."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from demo.__main__ import main
-from demo.compare import PLAIN, PLANS, optimizers
-from demo.evaluate import documents, evaluate
+from demo.compare import OURS, PLAIN, PLANS, REORDERED, Run, compare, evaluated, variants
+from demo.evaluate import evaluate
 from demo.model import GPT, Size
-from demo.text import batches, corpus, pairs
-from demo.train import Plan, Run, train
+from demo.report import largest_loss_difference, median_with_interval, table
+from demo.text import corpus, tokenized
+from train_gpt import Data, Plan
 
-SMALL = Plan(Size(layers=2, width=16, heads=2, context=16), batch=4, steps=12, device="cpu", learning_rate=1e-2)
+SMALL = Plan(
+    Size(layers=2, width=16, heads=2, context=48),
+    batch=4,
+    steps=8,
+    device="cpu",
+    learning_rate=1e-2,
+    token_bytes=2,
+    corpus_bytes=30_000,
+)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def trained(name: str, dtype: torch.dtype) -> Run:
-    plan = Plan(SMALL.size, SMALL.batch, SMALL.steps, SMALL.device, SMALL.learning_rate, dtype)
-    return train(name, optimizers(plan.learning_rate)[name], plan, corpus(10_000), chunked=name != PLAIN)
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return compare(SMALL)
 
 
-def test_the_corpus_is_the_same_text_every_time_and_as_long_as_asked() -> None:
-    assert len(corpus(100_000)) == 100_000
-    assert torch.equal(corpus(5000), corpus(100_000)[:5000])
-
-
-def test_a_corpus_larger_than_the_sources_is_refused_with_both_sizes() -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds \d+ bytes of Python sources, and 1099511627776 are needed"):
-        corpus(1 << 40)
-
-
-def test_batches_depend_on_the_seed_alone_and_targets_are_the_next_bytes() -> None:
-    text = corpus(1000)
-    first, again, other = (list(batches(text, batch=3, context=7, steps=2, seed=seed)) for seed in (1, 1, 2))
-    for (inputs, targets), (same_inputs, same_targets) in zip(first, again, strict=True):
-        assert torch.equal(inputs, same_inputs)
-        assert torch.equal(targets, same_targets)
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert not torch.equal(first[0][0], other[0][0])
+def shown(runs: list[Run], plan: Plan) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table(runs, plan))
+    return console.export_text()
 
 
 def test_pairs_of_bytes_are_numbered_among_those_of_the_text() -> None:
-    tokens, vocabulary = pairs(corpus(100_001))
-    assert len(tokens) == 50_000
-    assert int(tokens.min()) == 0
-    assert int(tokens.max()) == vocabulary - 1
-    assert len(tokens.unique()) == vocabulary
-
-
-def test_a_chunked_loss_holds_no_logits_and_trains_alike() -> None:
-    plain, ours = (trained(name, torch.float32) for name in (PLAIN, "subtensors"))
-    assert ours.peak_mb < plain.peak_mb
-    assert abs(ours.losses[-1] - plain.losses[-1]) < 1e-4 * plain.losses[-1]
+    texts = [text for text in corpus(100_000) if len(text) > 50]
+    documents, vocabulary = tokenized(texts, width=2)
+    assert [len(d) for d in documents] == [len(text) // 2 for text in texts]
+    numbers: dict[bytes, int] = {}
+    for text, document in zip(texts, documents, strict=True):
+        for place, number in enumerate(document.tolist()):
+            pair = text[2 * place : 2 * place + 2]
+            assert numbers.setdefault(pair, number) == number
+    assert sorted(numbers.values()) == list(range(vocabulary))
 
 
 def test_the_model_sees_no_later_token() -> None:
@@ -68,55 +64,99 @@ def test_the_model_sees_no_later_token() -> None:
     assert not torch.equal(before[:, 5], after[:, 5])
 
 
-def test_a_run_learns_and_measures_every_step_but_the_first_apart() -> None:
-    run = trained("plain PyTorch", torch.float32)
-    assert run.losses[-1] < run.losses[0]
-    assert len(run.losses) == SMALL.steps
-    assert len(run.step_ms) == len(run.optimizer_ms) == SMALL.steps - 1
-    assert all(part < whole for part, whole in zip(run.optimizer_ms, run.step_ms, strict=True))
-    assert run.first_step_ms > 0
-    assert run.calls > 0
-    assert run.peak_mb > 0
+def test_each_variant_takes_each_step_and_the_first_is_measured_apart(runs: list[Run]) -> None:
+    assert [run.name for run in runs] == [PLAIN, REORDERED, OURS]
+    for run in runs:
+        assert run.losses[-1] < run.losses[0]
+        assert len(run.losses) == SMALL.steps
+        assert len(run.step_ms) == len(run.optimizer_ms) == SMALL.steps - 1
+        assert all(part < whole for part, whole in zip(run.optimizer_ms, run.step_ms, strict=True))
+        assert run.first_step_ms > 0
 
 
-def test_both_loss_curves_are_equally_near_to_float64() -> None:
-    truth = trained("plain PyTorch", torch.float64)
-    plain, ours = (
-        max(abs(loss - true) for loss, true in zip(trained(name, torch.float32).losses, truth.losses, strict=True))
-        for name in ("plain PyTorch", "subtensors")
-    )
-    rounding = torch.finfo(torch.float32).eps * max(truth.losses)
-    assert ours <= 1.5 * plain + rounding
+def test_steps_of_the_variants_are_interleaved_in_varying_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    step = Run.step
+
+    def noted(run: Run) -> None:
+        taken.append(run.name)
+        step(run)
+
+    monkeypatch.setattr(Run, "step", noted)
+    compare(SMALL)
+    rounds = [tuple(taken[start : start + 3]) for start in range(0, len(taken), 3)]
+    assert all(set(each) == {PLAIN, REORDERED, OURS} for each in rounds)
+    assert len(set(rounds)) > 1
 
 
-def test_the_bucketed_evaluation_is_the_plain_one() -> None:
-    run = trained(PLAIN, torch.float32)
-    assert run.model is not None
-    texts = documents(pairs(corpus(10_000))[0], count=12, longest=16, seed=0)
-    assert len({text.shape[1] for text in texts}) > 5
-    plain, ours = evaluate(run.model, texts, "cpu")
+def test_a_second_plain_run_differs_by_rounding_and_the_table_says_how_much(runs: list[Run]) -> None:
+    plain, reordered, _ = runs
+    spread = largest_loss_difference(reordered, plain)
+    assert 0 < spread < 1e-3
+    assert f"differ by {spread:.1e}: that much is rounding" in " ".join(shown(runs, SMALL).split())
+
+
+def test_a_chunked_loss_holds_no_logits(runs: list[Run]) -> None:
+    plain, reordered, ours = runs
+    assert ours.peak_mb < 0.9 * plain.peak_mb
+    assert reordered.peak_mb == plain.peak_mb
+
+
+def test_a_cpu_compares_losses_and_memory_and_leaves_times_to_a_gpu(runs: list[Run]) -> None:
+    on_cpu = shown(runs, SMALL)
+    assert "memory of a forward and backward, MiB" in on_cpu
+    assert "that takes a GPU" in " ".join(on_cpu.split())
+    assert "median" not in on_cpu
+    assert " ms" not in on_cpu
+
+
+def test_the_variants_differ_in_nothing_but_who_wrote_them() -> None:
+    made = {name: make() for name, make in variants(SMALL, Data(SMALL)).items()}
+    optimizers = [training.optimizer for training in made.values()]
+    assert [type(optimizer).__name__ for optimizer in optimizers] == ["AdamW"] * 3
+    assert [type(o).__module__.partition(".")[0] for o in optimizers] == ["torch", "torch", "subtensors"]
+    first, *others = ({key: o.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")} for o in optimizers)
+    assert others == [first, first]
+    weights = [list(training.model.state_dict().values()) for training in made.values()]
+    assert all(torch.equal(x, y) for other in weights[1:] for x, y in zip(weights[0], other, strict=True))
+    inputs = [training.batch(0)[0] for training in made.values()]
+    assert torch.equal(inputs[0], inputs[2])
+    assert torch.equal(inputs[0].flip(0), inputs[1])
+
+
+def test_the_bucketed_evaluation_is_the_plain_one(runs: list[Run]) -> None:
+    plain, ours = evaluated(runs[-1])
     assert ours.loss == pytest.approx(plain.loss, rel=1e-5)
-    assert ours.summary.startswith("eager: 24 calls")
-    assert run.model.training
+    assert len(ours.seconds) == len(plain.seconds) == 2
+    assert ours.summary.startswith(f"eager: {2 * ours.documents} calls")
 
 
-def test_the_command_writes_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_leaves_the_model_training() -> None:
+    model = GPT(SMALL.size, 256)
+    lengths = [20, 31, 17, 40]
+    evaluate(model, [torch.randint(256, (n,)) for n in lengths], passes=1)
+    assert model.training
+
+
+def test_the_median_of_steps_has_an_interval_that_holds_it_in_95_of_100_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = 0
+    for _ in range(1000):
+        values = torch.randn(50, generator=generator, dtype=torch.float64).tolist()
+        low, high = median_with_interval(values).split("(")[1].rstrip(")").split(" to ")
+        held += float(low) <= 0 <= float(high)
+    assert 930 <= held <= 985
+
+
+def test_the_command_writes_tables_and_a_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PLANS, "cpu", SMALL)
     figure = tmp_path / "new" / "demo.png"
     assert main(["--device", "cpu", "--steps", "3", "--out", str(figure)]) == 0
-    shown = capsys.readouterr().out
-    for words in (
-        "plain PyTorch",
-        "subtensors",
-        "largest difference",
-        "first step",
-        "aten calls in one optimizer",
-        "captured step",
-        "peak memory, MiB",
-        "none: no GPU",
-        "evaluation of 30 documents of varying lengths",
-        "bucketed",
-    ):
-        assert words in shown
+    found = " ".join(capsys.readouterr().out.split())
+    for words in (PLAIN, OURS, "rows reordered", "reference", "documents of varying lengths", "bucketed", str(figure)):
+        assert words in found
     assert figure.read_bytes().startswith(PNG)
 
 
@@ -126,9 +166,7 @@ def test_a_single_step_is_refused_because_the_first_is_measured_apart(capsys: py
     assert "1 is less than 2" in capsys.readouterr().err
 
 
-def test_the_optimizers_differ_in_nothing_but_who_wrote_them() -> None:
-    made = [make([torch.nn.Parameter(torch.zeros(2))]) for make in optimizers(PLANS["cpu"].learning_rate).values()]
-    assert [type(optimizer).__name__ for optimizer in made] == ["AdamW"] * 3
-    assert [type(optimizer).__module__.partition(".")[0] for optimizer in made] == ["torch", "subtensors", "subtensors"]
-    plain, *ours = ({key: o.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")} for o in made)
-    assert ours == [plain, plain]
+def test_the_plans_of_the_demo_are_those_of_the_training_with_pairs_of_bytes() -> None:
+    from train_gpt import PLANS as TRAINED
+
+    assert {device: dataclasses.replace(plan, token_bytes=1) for device, plan in PLANS.items()} == TRAINED

@@ -156,11 +156,11 @@ def test_make_demo_installs_what_the_demo_needs_and_make_test_adds_the_rest(tmp_
         return [line.split()[-1] for line in lines if "--editable" in line]
 
     assert installs("demo") == ["'.[plot]'"]
-    assert installs("test") == ["'.[plot]'", "'.[test,docs]'"]
+    assert installs("test") == ["'.[plot]'", "'.[test,docs,serve]'"]
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".demo").touch()
     assert installs("demo") == []
-    assert installs("test") == ["'.[test,docs]'"]
+    assert installs("test") == ["'.[test,docs,serve]'"]
     assert "minutes" in run("make", "--dry-run", "demo", "--always-make", cwd=tmp_path)
 
 

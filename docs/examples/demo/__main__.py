@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from demo.compare import PLANS, demo
+from demo.compare import OURS, PLANS, Run, compare, evaluated
+from demo.report import evaluation_table, plot, table
+from train_gpt import Plan
 
 
 def at_least_two(text: str) -> int:
@@ -20,6 +23,36 @@ def at_least_two(text: str) -> int:
     if steps < 2:
         raise argparse.ArgumentTypeError(f"{steps} is less than 2")
     return steps
+
+
+def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
+    """Compare, print tables and write a plot.
+
+    Args:
+        plan: the model, the data and the steps; `PLANS` has one a device.
+        figure: where the plot goes, a PNG.
+        console: where the progress bar and the tables go.
+
+    Returns:
+        one run a variant.
+    """
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("steps of all variants", total=plan.steps, loss=float("nan"))
+        runs = compare(plan, lambda loss: progress.update(task, advance=1, loss=loss))
+    console.print(table(runs, plan))
+    plot(runs, plan, figure)
+    console.print(f"plot: {figure}")
+    ours = next(run for run in runs if run.name == OURS)
+    found = evaluated(ours)
+    console.print(evaluation_table(found, plan))
+    return runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

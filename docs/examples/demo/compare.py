@@ -1,82 +1,154 @@
-"""The demo command: the same training, plain and with subtensors, side by side."""
+"""The demo command: the training of `train_gpt`, without subtensors and with it, step by step side by side.
+
+Each step is taken by every variant before the next one, in an order that is drawn anew: a machine that is slower for a
+while is so for all of them. Losses differ by rounding, and by how much is shown: a second plain training has the rows
+of each batch in another order, which changes nothing but the order of sums.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
-from demo.evaluate import documents, evaluate
-from demo.model import Size
-from demo.report import evaluation_table, plot, table
-from demo.text import corpus, pairs
-from demo.train import OptimizerFactory, Plan, Run, train
-from subtensors.optim import AdamW
+from demo.evaluate import Evaluation, evaluate
+from demo.memory import peak_mb
+from demo.timing import Span, count_kernels, synchronize
+from subtensors.optim import Optimizer
+from train_gpt import PLANS as TRAINING_PLANS
+from train_gpt import Data, Plan, Training
 
-CORPUS_BYTES = 2 << 20
 PLAIN = "plain PyTorch"
+REORDERED = "plain, rows reordered"
+OURS = "subtensors"
+UNCAPTURED = "its step not captured"
+
+PLANS = {device: dataclasses.replace(plan, token_bytes=2) for device, plan in TRAINING_PLANS.items()}
+"""With pairs of bytes as tokens: thousands of them, so that logits are as large beside the rest as they usually are."""
+
 DOCUMENTS = {"cpu": 30, "cuda": 300}
-PLANS = {
-    "cpu": Plan(Size(layers=4, width=128, heads=4, context=128), batch=8, steps=120, device="cpu", learning_rate=1e-3),
-    "cuda": Plan(
-        Size(layers=12, width=768, heads=12, context=512), batch=32, steps=300, device="cuda", learning_rate=3e-4
-    ),
-}
+MEMORY_STEPS = 8
+"""Steps of a variant alone, whose memory is measured; on a CPU the one with the longest documents."""
 
 
-def optimizers(learning_rate: float) -> dict[str, OptimizerFactory]:
-    """The optimizers that are compared, by the name they have in the report; all but the first with a chunked loss."""
-    return {
-        PLAIN: lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate),
-        "subtensors": lambda parameters: AdamW(parameters, lr=learning_rate),
-        "captured step": lambda parameters: AdamW(parameters, lr=learning_rate, graph=True),
+class Reordered(Training):
+    """The same training with the rows of each batch in another order."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, the last row first."""
+        inputs, targets = super().batch(step)
+        return inputs.flip(0), targets.flip(0)
+
+
+def variants(plan: Plan, data: Data) -> dict[str, Callable[[], Training]]:
+    """Return what makes each training, by its name in the report; the first is the reference."""
+    made: dict[str, Callable[[], Training]] = {
+        PLAIN: lambda: Training(plan, data, ours=False),
+        REORDERED: lambda: Reordered(plan, data, ours=False),
+        OURS: lambda: Training(plan, data),
     }
+    if plan.device == "cuda":
+        made[UNCAPTURED] = lambda: Training(plan, data, graph=False)
+    return made
 
 
-def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
-    """Train in each way from the same seed on the same data, evaluate the last, print tables and write a plot.
+@dataclass
+class Run:
+    """The measurements of one variant.
 
     Args:
-        plan: the model, the data and the steps; `PLANS` has one a device.
-        figure: where the plot goes, a PNG.
-        console: where the progress bar and the table go.
+        name: of the variant.
+        training: the variant.
+        losses: one a step, in nats a token.
+        first_step_ms: the first whole step, with the state it makes and what it compiles.
+        step_ms: each later step: batch, forward, backward, optimizer.
+        optimizer_ms: the optimizer's part of each of them.
+        peak_mb: the most memory that torch held while the variant was alone, in MiB; on a CPU, that of the tensors that
+            a forward and backward makes.
+        kernels: in one optimizer step, clipping included; 0 on a CPU.
+        replayed: how many optimizer steps were the replay of a graph; "-" where none was to be.
+    """
+
+    name: str
+    training: Training
+    losses: list[float] = field(default_factory=list)
+    first_step_ms: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+    kernels: int = 0
+    replayed: str = "-"
+
+    def step(self) -> None:
+        """Take a step, and note what it took."""
+        device = self.training.plan.device
+        synchronize(device)
+        started = time.perf_counter()
+        span = Span(device)
+        self.losses.append(self.training.step(span))
+        synchronize(device)
+        elapsed = (time.perf_counter() - started) * 1e3
+        if len(self.losses) == 1:
+            self.first_step_ms = elapsed
+        else:
+            self.step_ms.append(elapsed)
+            self.optimizer_ms.append(span.ms())
+
+
+def memory_alone(make: Callable[[], Training], plan: Plan) -> float:
+    """Return the most memory of a variant that runs by itself, in MiB."""
+    if plan.device == "cpu":
+        training = make()
+        training.local_loss.run = None  # which counting ops would keep from replaying
+        longest = max((training.batch(step) for step in range(MEMORY_STEPS)), key=lambda batch: batch[0].shape[1])
+        return peak_mb(lambda: training.forward_backward(*longest))
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    training = make()
+    for _ in range(MEMORY_STEPS):
+        training.step()
+    return (torch.cuda.max_memory_reserved() - before) / 2**20
+
+
+def compare(plan: Plan, on_step: Callable[[float], None] = lambda loss: None) -> list[Run]:
+    """Train every variant from the same seed on the same data, and measure it.
+
+    Args:
+        plan: the model, the data and the steps, two at least.
+        on_step: told the reference's loss after each step of all.
 
     Returns:
-        one run an optimizer.
+        one run a variant.
     """
-    text = corpus(CORPUS_BYTES)
-    columns = [
-        TextColumn("{task.description:14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    ]
-    runs: list[Run] = []
-    with Progress(*columns, console=console) as progress:
-        for name, make_optimizer in optimizers(plan.learning_rate).items():
-            task = progress.add_task(name, total=plan.steps, loss=float("nan"))
-
-            def show(loss: float, task: TaskID = task) -> None:
-                progress.update(task, advance=1, loss=loss)
-
-            for done in runs:
-                done.model = None  # its memory is not the next run's
-            runs.append(train(name, make_optimizer, plan, text, chunked=name != PLAIN, on_step=show))
-    console.print(table(runs, plan))
-    plot(runs, plan, figure)
-    console.print(f"plot: {figure}")
-    console.print(evaluated(runs[-1], plan, text))
+    data = Data(plan)
+    made = variants(plan, data)
+    peaks = {name: memory_alone(make, plan) for name, make in made.items()}
+    gc.collect()
+    runs = [Run(name, make(), peak_mb=peaks[name]) for name, make in made.items()]
+    order = random.Random(plan.seed)
+    for _ in range(plan.steps):
+        for run in order.sample(runs, len(runs)):
+            run.step()
+        on_step(runs[0].losses[-1])
+    for run in runs:
+        optimizer = run.training.optimizer
+        if isinstance(optimizer, Optimizer) and optimizer.replays is not None:
+            run.replayed = f"{optimizer.replays} of {plan.steps}"
+        if plan.device == "cuda":
+            run.kernels = count_kernels(run.training.update)
     return runs
 
 
-def evaluated(run: Run, plan: Plan, text: Tensor) -> Table:
-    """The evaluation of a trained model over documents of varying lengths."""
-    assert run.model is not None
-    run.model.chunked = False
-    texts = documents(pairs(text)[0], DOCUMENTS[plan.device], plan.size.context, plan.seed + 1)
-    return evaluation_table(evaluate(run.model, texts, plan.device), len(texts))
+def evaluated(run: Run) -> list[Evaluation]:
+    """Evaluate a trained model over documents of varying lengths, one by one."""
+    training = run.training
+    training.model.chunked = False
+    return evaluate(training.model, training.data.evaluation.documents[: DOCUMENTS[training.plan.device]])

@@ -54,6 +54,30 @@ class Block(nn.Module):
         return result
 
 
+class Trunk(nn.Module):
+    """A GPT without its head.
+
+    Args:
+        size: of the model.
+        vocabulary: how many tokens there are.
+    """
+
+    def __init__(self, size: Size, vocabulary: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # (batch, length), int64
+        """Hidden states, `(batch, length, width)`."""
+        x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+
 class GPT(nn.Module):
     """Next-token logits from a sequence of tokens.
 
@@ -70,10 +94,7 @@ class GPT(nn.Module):
     def __init__(self, size: Size, vocabulary: int, chunked: bool = False) -> None:
         super().__init__()
         self.chunked = chunked
-        self.token = nn.Embedding(vocabulary, size.width)
-        self.position = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
+        self.trunk = Trunk(size, vocabulary)
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -81,9 +102,9 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:  # (batch, length), int64
         """Logits, `(batch, length, vocabulary)`."""
-        x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        logits: Tensor = self.head(chunk(x, chunks=LOSS_CHUNKS) if self.chunked else x)
+        return self.logits(self.trunk(inputs))
+
+    def logits(self, hidden: Tensor) -> Tensor:  # (batch, length, width)
+        """Logits, `(batch, length, vocabulary)`."""
+        logits: Tensor = self.head(chunk(hidden, chunks=LOSS_CHUNKS) if self.chunked else hidden)
         return logits

@@ -1,76 +1,121 @@
-"""Real text that is always there: the sources of the Python standard library."""
+"""Real text that is always there: the definitions in the sources of the Python standard library, a document each."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+DEFINITION = re.compile(rb"\n(?=(?:    )?(?:@|def |class |async def ))")
+SHORTEST = 32
+"""Bytes; what is shorter is left out."""
 
-def corpus(size: int) -> Tensor:
-    """The first `size` bytes of the standard library's top-level modules, in the order of their names.
+POOL = 8
+"""Batches whose documents are sorted by length together, so that a batch holds documents of about one length."""
+
+IGNORED = -100
+"""The target where a document has ended, as `torch.nn.functional.cross_entropy` knows it."""
+
+
+def corpus(size: int) -> list[bytes]:
+    """Return the functions, methods and classes of the standard library's modules, in the order of their names.
 
     Args:
-        size: how many bytes.
+        size: bytes at least.
 
     Returns:
-        uint8, `(size,)`.
+        one document a definition, or a stretch between two; their lengths vary from `SHORTEST` to many thousands.
 
     Raises:
         FileNotFoundError: this Python comes without that many bytes of sources.
 
-    >>> bytes(corpus(12)).decode()
-    '\"\"\"Record of'
+    >>> corpus(1000)[0].splitlines()[0].decode()
+    '\"\"\"Record of phased-in incompatible language changes.'
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
+    found: list[bytes] = []
+    total = 0
     for path in sorted(folder.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= size:
-            return torch.frombuffer(text[:size], dtype=torch.uint8)
-    raise FileNotFoundError(f"{folder} holds {len(text)} bytes of Python sources, and {size} are needed")
+        for document in DEFINITION.split(path.read_bytes()):
+            if len(document) >= SHORTEST:
+                found.append(document)
+                total += len(document)
+                if total >= size:
+                    return found
+    raise FileNotFoundError(f"{folder} holds {total} bytes of Python sources, and {size} are needed")
 
 
-def pairs(text: Tensor) -> tuple[Tensor, int]:
-    """A text as tokens: two bytes each, numbered among those pairs that the text has.
+def tokenized(documents: list[bytes], width: int = 1) -> tuple[list[Tensor], int]:
+    """Return documents as tokens of one or two bytes.
 
     Args:
-        text: uint8, `(size,)`.
+        documents: the texts.
+        width: bytes a token; pairs of bytes are numbered among those that the documents have.
 
     Returns:
-        int64, `(size // 2,)`, and how many numbers there are.
+        each document, (length,) int64, and the size of the vocabulary.
 
-    >>> pairs(torch.tensor([1, 2, 0, 9, 1, 2, 7], dtype=torch.uint8))
-    (tensor([1, 0, 1]), 2)
+    >>> tokenized([bytes([1, 2, 0, 9, 1, 2])], width=2)
+    ([tensor([1, 0, 1])], 2)
     """
-    two = text[: len(text) // 2 * 2].view(-1, 2).long()
-    distinct, numbers = (two[:, 0] * 256 + two[:, 1]).unique(return_inverse=True)
-    return numbers, len(distinct)
+    texts = [torch.frombuffer(bytearray(d[: len(d) // width * width]), dtype=torch.uint8).long() for d in documents]
+    if width == 1:
+        return texts, 256
+    lengths = [len(text) // 2 for text in texts]
+    pairs = torch.cat(texts).view(-1, 2)
+    distinct, numbers = (pairs[:, 0] * 256 + pairs[:, 1]).unique(return_inverse=True)
+    return list(numbers.split(lengths)), len(distinct)
 
 
-def batches(text: Tensor, batch: int, context: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows of the text, the same ones for the same seed.
+class Batches:
+    """Batches of documents, a function of the seed and the step alone.
 
     Args:
-        text: tokens, `(size,)`.
-        batch: windows a step.
-        context: tokens a window.
-        steps: how many batches.
-        seed: of the windows' places.
+        documents: each (length,) int64; those longer than a context are cut into several.
+        batch: documents a step.
+        context: tokens of the longest row.
+        seed: of the order.
 
-    Yields:
-        inputs and, one token on, targets; both int64, `(batch, context)`, on the CPU.
+    Raises:
+        ValueError: there are fewer documents than a batch holds.
 
-    >>> inputs, targets = next(batches(torch.arange(10, dtype=torch.uint8), batch=2, context=3, steps=1, seed=0))
-    >>> bool((targets == inputs + 1).all())
-    True
+    >>> batches = Batches([torch.arange(n) for n in (3, 6, 4)], batch=2, context=4, seed=0)
+    >>> inputs, targets = batches[0]
+    >>> inputs.shape == targets.shape, bool((targets == inputs + 1)[targets != IGNORED].all())
+    (True, True)
     """
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.arange(context + 1)
-    for _ in range(steps):
-        starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
-        rows = text[starts + window].long()
-        yield rows[:, :-1], rows[:, 1:]
+
+    def __init__(self, documents: list[Tensor], batch: int, context: int, seed: int) -> None:
+        # Consecutive parts share a token, which is the last target of one and the first input of the next.
+        parts = (d[start : start + context + 1] for d in documents for start in range(0, len(d) - 1, context))
+        self.documents = list(parts)
+        self.batch, self.seed = batch, seed
+        self.per_epoch = len(self.documents) // batch
+        if not self.per_epoch:
+            raise ValueError(f"{len(self.documents)} documents are fewer than a batch of {batch}")
+        self._epochs: dict[int, list[list[int]]] = {}
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return a step's inputs and targets, both (batch, longest) int64; targets are IGNORED beyond a document."""
+        epoch, place = divmod(step, self.per_epoch)
+        if epoch not in self._epochs:
+            self._epochs = {epoch: self._order(epoch)}
+        rows = [self.documents[index] for index in self._epochs[epoch][place]]
+        inputs = torch.zeros(self.batch, max(map(len, rows)) - 1, dtype=torch.long)
+        targets = torch.full_like(inputs, IGNORED)
+        for row, document in enumerate(rows):
+            inputs[row, : len(document) - 1] = document[:-1]
+            targets[row, : len(document) - 1] = document[1:]
+        return inputs, targets
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.documents), generator=generator)[: self.per_epoch * self.batch]
+        batches: list[list[int]] = []
+        for pool in order.split(POOL * self.batch):
+            by_length = sorted(pool.tolist(), key=lambda index: len(self.documents[index]))
+            batches += [by_length[start : start + self.batch] for start in range(0, len(by_length), self.batch)]
+        return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]

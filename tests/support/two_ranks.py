@@ -1,0 +1,36 @@
+"""A function in two processes of a gloo group."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from process_end import end_of_process
+
+Found = TypeVar("Found")
+
+
+def on_two_ranks(function: Callable[[Path], Found], folder: Path) -> list[Found]:
+    """Call a function of a module in each of two processes, and return what each call returned.
+
+    Args:
+        function: given the folder.
+        folder: an empty one, which both share.
+    """
+    mp.start_processes(_process, (function, folder), nprocs=2, start_method="spawn")
+    return [pickle.loads(Path(folder, f"rank{rank}").read_bytes()) for rank in range(2)]
+
+
+def _process(rank: int, function: Callable[[Path], object], folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(function(folder)))
+    end_of_process()
