@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import optree
+import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import (
@@ -26,7 +27,7 @@ from subtensors.dispatch.fused.trace import Returned, Trace
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.kernels.fused.launch import Grid, compile_together
+from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -46,8 +47,14 @@ class Executor:
     grid: Grid | None = None
     """The tiles that Triton kernels sweep over; None where none run."""
 
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Apply the function to every element."""
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
+        """Apply the function to every element, after or with the prelude."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -65,8 +72,16 @@ class EagerExecutor(Executor):
     def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
         """Call the function once an element."""
+        if prelude is not None:
+            prelude.launch()
         if current_recording() is not None:
             raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]

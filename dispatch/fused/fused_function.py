@@ -52,7 +52,7 @@ from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.kernels.fused.launch import Exchange, KernelSet, Tiling
+from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
 from subtensors.kernels.fused.program import Scalar
 from subtensors.kernels.fused.tuning import default_tiling, tune, tuned_tiling
 from subtensors.kernels.runtime.gc_pause import gc_paused
@@ -123,22 +123,30 @@ class FusedFunction:
         """
         return self.run(FusedCall(args, kwargs))
 
-    def run(self, call: FusedCall) -> PyTree:
-        """Run a call whose arguments are flattened already."""
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
+        """Run a call whose arguments are flattened already.
+
+        Args:
+            call: the call.
+            prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
+        """
         self.check_values()
         columns = call.columns(self.name)
         launch = call.launches.last
-        if launch is not None and launch.repeat(call, self._variant.edition, columns):
+        if launch is not None and launch.repeat(call, self._variant.edition, columns, prelude):
             return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
         if executor is not None:
-            plan.compile()
-            leaves = executor.run(columns, call.numbers(), addresses)
+            if prelude is None:
+                plan.compile()
+            leaves = executor.run(columns, call.numbers(), addresses, prelude)
             plan.log()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 call.launches.store(call, self._variant.edition, columns, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
+        if prelude is not None:
+            prelude.launch()
         if not plan.groups:
             return None
         if plan.groups_overlap(columns):

@@ -23,6 +23,7 @@ from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, unique_
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
+from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.fused.torch_codegen import write_torch
 
@@ -61,8 +62,16 @@ class TorchExecutor(Executor):
         )
 
     @torch.no_grad()
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
         """Run the program on every element."""
+        if prelude is not None:
+            prelude.launch()
         if current_recording() is not None:
             raise NotRecordable(self.describe())
         if written_overlap(columns, self.trace.program.stores):

@@ -27,8 +27,8 @@ from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
-from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, bits
-from subtensors.kernels.fused.program import Shape
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
+from subtensors.kernels.fused.program import Parameter, Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.launcher import current_stream
@@ -120,14 +120,22 @@ class TritonExecutor(Executor):
         if extremes and exchange is None and not (self.grid.sizes > 0).all():
             raise RuntimeError(f"{extremes[0]} of an empty tensor: a maximum needs at least one element")
 
-    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
-        """Launch the kernels."""
+    def run(
+        self,
+        columns: Columns,
+        numbers: Sequence[float],
+        addresses: Addresses | None = None,
+        prelude: Prelude | None = None,
+    ) -> Leaves:
+        """Launch the kernels, after or with the prelude."""
         if self.is_on_current_device():
-            return self._run(columns, numbers, addresses)
+            return self._run(columns, numbers, addresses, prelude)
         with torch.cuda.device(self.device):
-            return self._run(columns, numbers, addresses)
+            return self._run(columns, numbers, addresses, prelude)
 
-    def _run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
+    def _run(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+    ) -> Leaves:
         check_resident(columns)
         if (recording := current_recording()) is not None:
             return self._record(recording, columns, numbers)
@@ -141,8 +149,10 @@ class TritonExecutor(Executor):
         is_capturing = self.is_capturing()
         table = self._pointer_table(columns, addresses, is_capturing)
         if table.overlaps:
+            if prelude is not None:
+                prelude.launch()
             return self.fallback.run(originals if self.copies else columns, numbers)
-        arenas = self.launch(table, columns, numbers, is_capturing)
+        arenas = self.launch(table, columns, numbers, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -153,9 +163,18 @@ class TritonExecutor(Executor):
         return self._results(columns, arenas)
 
     def launch(
-        self, table: PointerTable, columns: Columns, numbers: Sequence[float], is_capturing: bool
+        self,
+        table: PointerTable,
+        columns: Columns,
+        numbers: Sequence[float],
+        is_capturing: bool,
+        prelude: Prelude | None = None,
     ) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns; return the memory of the outputs."""
+        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
+
+        Returns:
+            The memory of the outputs.
+        """
         stream = current_stream(self.device)
         if not is_capturing:
             self.stream = stream
@@ -167,7 +186,7 @@ class TritonExecutor(Executor):
             scalars = self._scalars(table, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream)
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -198,6 +217,10 @@ class TritonExecutor(Executor):
     def new_arenas(self) -> list[Tensor]:
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """Return None: no other launch follows in this one."""
+        return None
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs import capture, deferred_finalizers
-from subtensors.dispatch.graphs.protocols import NotRecordable, Recordable, Words
+from subtensors.dispatch.graphs.protocols import LaunchGrid, NotRecordable, Recordable, Words
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.kernels.fused.launch import Grid, bits
+from subtensors.kernels.fused.launch import Prelude, bits
 from subtensors.kernels.runtime.launcher import current_stream, on_stream
 
 
@@ -145,8 +145,10 @@ class Recording:
         self.written: list[Tensor] = []
         """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""
         self._key = next(_keys)
-        self._grids: list[Grid] = []
+        self._grids: list[LaunchGrid] = []
         self._pending: Iterator[Launch] | None = None
+        self._prelude: Prelude | None = None
+        """A recorded launch that is made together with the next one."""
         self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
         self._numbers_changed = self._tables_changed = False
         self._numbers_end = 0
@@ -242,11 +244,15 @@ class Recording:
         ).reshape(len(columns), executor.grid.count)
         base = self._words.data_ptr()
         table, scalars = base + 8 * launch.table_offset, base + 8 * launch.numbers_offset
+        prelude, self._prelude = self._prelude, executor.as_prelude(table, self._key)
+        if self._prelude is not None:
+            assert prelude is None
+            return launch.arenas
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if executor.is_seeded else executor.seed
             stream = current_stream(self.device)
-            executor.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key)
+            executor.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.add(run)
         return launch.arenas
@@ -325,7 +331,7 @@ class Recording:
         return bool((self._words.cpu().numpy() == self._host).all())
 
 
-def _release(grids: list[Grid], key: int, tape: CudaTape | HostTape) -> None:
+def _release(grids: list[LaunchGrid], key: int, tape: CudaTape | HostTape) -> None:
     for grid in grids:
         grid.forget(key)
     tape.reset()

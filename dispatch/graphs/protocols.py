@@ -9,13 +9,50 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from subtensors.kernels.fused.launch import Grid
+from subtensors.kernels.fused.launch import Prelude
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
 
 class NotRecordable(Exception):
     """Fused calls can't be replayed with dynamic scalars and addresses; the message says why."""
+
+
+class LaunchGrid(Protocol):
+    """The grid of a launch over tensors of given sizes at any addresses: `kernels.fused.launch.Grid` and its like."""
+
+    count: int
+    sizes: Words
+
+    @property
+    def table_size(self) -> int:
+        """The number of words in the table that `rows` returns."""
+        ...
+
+    def rows(self, pointers: Words) -> Words:
+        """Return the pointer table of these addresses."""
+        ...
+
+    def workspace(self, key: int) -> object:
+        """Allocate the workspace of the launches with this key."""
+        ...
+
+    def forget(self, stream: int) -> None:
+        """Free the workspace of this key."""
+        ...
+
+    def launch(
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: Prelude | None = None,
+    ) -> None:
+        """Launch with a table and scalars at these addresses of the device, after or with the prelude."""
+        ...
 
 
 class HasScalars(Protocol):
@@ -36,7 +73,7 @@ class Recordable(HasScalars, Protocol):
     """An executor of launches that can be recorded: `TritonExecutor` and its like."""
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> LaunchGrid:
         """The grid of a launch."""
         ...
 
@@ -67,4 +104,8 @@ class Recordable(HasScalars, Protocol):
 
     def new_arenas(self) -> list[Tensor]:
         """Allocate memory for the outputs of a launch."""
+        ...
+
+    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
+        """Return the launch as a prelude of the next one; None if it must be made by itself."""
         ...

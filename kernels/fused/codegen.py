@@ -26,6 +26,8 @@ class Kernel:
     name: str
     block: int
     """Elements a tile, or tensors a program."""
+    lanes: JitKernel | None = None
+    """For a tensor segment, the function of one program, which other kernels may call."""
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
@@ -34,7 +36,7 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
     source = renumbered(writer(program, segment, name).source())
     has_codes = any(program.parameters[p].shape is Shape.PER_BLOCK for p in segment.memory.values())
     names = _compile(source, name, has_codes)
-    return Kernel(segment, names[name], source, name, block)
+    return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
 
 
 def renumbered(source: str) -> str:
@@ -95,9 +97,8 @@ class LaneWriter(SegmentWriter):
         return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor{self.MASK})", index)
 
     def source(self) -> str:
-        """The segment's kernel."""
+        """The segment's functions; the last one is the kernel."""
         body = [
-            "tile = tl.program_id(0)",
             "lane = tl.arange(0, BLOCK)",
             "tensor = tile * BLOCK + lane",
             "inside = tensor < N",
@@ -114,4 +115,8 @@ class LaneWriter(SegmentWriter):
             body.append(f"tl.store(out{number} + tensor, {text}, mask=inside)")
         for slot, value in self.segment.keeps.items():
             body.append(f"tl.store(slots + {slot} * N + tensor, to_bits(v{value}), mask=inside)")
-        return function_source(self.name, f"{ARGUMENTS}{self.outputs}", body, kernel=True)
+        arguments = "table, scalars, slots, seed_pointer, N, tile" + self.outputs
+        call = f"{self.name}_lanes({arguments}, BLOCK)"
+        return function_source(f"{self.name}_lanes", arguments, body) + function_source(
+            self.name, f"{ARGUMENTS}{self.outputs}", ["tile = tl.program_id(0)", call], kernel=True
+        )

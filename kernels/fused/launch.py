@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,18 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Exchange = Callable[[Tensor, str], None]
 """Combines the partial results of several processes for each tensor: float64 or int64 to be written in place, and the
 reduction: "sum", "prod", "amax" or "amin"."""
+
+
+class Prelude(Protocol):
+    """A launch that a program depends on; the program's first kernel may be fused into it if it has a lane a tensor."""
+
+    def launch(self) -> None:
+        """Launch it by itself."""
+        ...
+
+    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch it, and the kernel over `count` tensors after it, as one launch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -203,6 +216,7 @@ class Grid:
         outputs: Sequence[Tensor],
         stream: int,
         workspace: int,
+        prelude: Prelude | None = None,
     ) -> None:
         """Run every kernel of the program once.
 
@@ -213,11 +227,18 @@ class Grid:
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: the CUDA stream to launch on, the current one, as a number.
             workspace: which workspace to use; launches that may run at the same time want different ones.
+            prelude: a launch to make before.
         """
         rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
             tile_map, constants = self._tile_map(kernel)
             arenas = [outputs[k] for k in kernel.segment.outputs]
+            if prelude is not None:
+                pending, prelude = prelude, None
+                if kernel.lanes is not None and not arenas:
+                    pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
+                    continue
+                pending.launch()
             arguments = (table, tile_map.address, *rest, *arenas, *constants)
             launch = self._launchers.get(number)
             if launch is not None:

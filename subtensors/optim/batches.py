@@ -74,8 +74,6 @@ class Batch:
         self.shards = LocalShards(self.params) if self.sees_shards else None
         self.holds_parameters = False
         """True once `hold_parameters` was called."""
-        self.squares: tuple[TensorColumn, TensorColumn] | None = None
-        """Memory for the sum of the squares of each gradient, once there is some: 0-d tensors, and all as one."""
         self._views: list[Tensor] = []
         self._last_options: list[object] = []
         self._last_call: FusedCall | None = None

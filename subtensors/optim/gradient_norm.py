@@ -2,43 +2,37 @@
 
     squares = sum over all gradients of all their elements' squares     in float64
 
-For each batch a fused reduction gives a number a tensor, and another one adds these up. Shards are then summed over
-processes, and the sums of several devices are added up.
+It is one kernel (`kernels.fused.grad_norm`), whatever the dtypes and groups, and the step counts of the first group
+that is updated are part of it. Shards are then summed over processes, and the sums of several devices are added up, in
+further kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
-from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import current_recording
+from subtensors.dispatch.graphs.guards import AddressGuard
 from subtensors.dispatch.graphs.protocols import NotRecordable
-from subtensors.kernels.fused.launch import Tiling
+from subtensors.dispatch.torch_internals import memory
+from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
+from subtensors.kernels.runtime import graph_lifetime
+from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 
 K = TypeVar("K")
 
 Part = tuple[torch.device, Sharding | None]
-"""The device and sharding of gradients that are added up together."""
-
-WIDE = Tiling(block=2048, warps=8)
-"""The tiles of a sweep that reads one tensor: with fewer programs, fewer partial sums are to be added up."""
-
-
-def _square_sum(g: Tensor, result: Tensor) -> None:
-    wide = g.double()
-    result.copy_((wide * wide).sum())
-
-
-def _add_up(total: Tensor, parts: Tensor, is_first: bool) -> None:
-    total.copy_(parts.sum() if is_first else total + parts.sum())
+"""The device and sharding of the gradients that one kernel adds up."""
 
 
 class GradientNorm:
@@ -48,52 +42,133 @@ class GradientNorm:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[torch.device, TensorColumn] = {}
-        self._totals: dict[Part, TensorColumn] = {}
-        self._square_sum, self._add_up = FusedFunction(_square_sum, WIDE), FusedFunction(_add_up, WIDE)
+        self._sums: dict[torch.device, Tensor] = {}
+        self._totals: dict[Part, Tensor] = {}
+        self._sweeps: dict[Part, _Sweep] = {}
 
     def sum_of_squares(self, device: torch.device) -> Tensor:
         """The last sum: float64, 0-d."""
-        return _total(self._sums, device, device)[0]
+        return _total(self._sums, device, device)
 
-    def take(self, gradients: Sequence[tuple[Batch, TensorColumn]]) -> None:
-        """Add up the squares of the gradients of each batch."""
-        parts: dict[Part, list[tuple[Batch, TensorColumn]]] = {}
+    def take(self, gradients: Sequence[tuple[Batch, TensorColumn]], is_followed: bool) -> FusedGradNorm | None:
+        """Add up the squares.
+
+        Args:
+            gradients: the gradients of each batch.
+            is_followed: whether a fused call for the first batch comes next.
+
+        Returns:
+            A launch that this call has to make first; None if the sum was launched.
+        """
+        parts: dict[Part, list[tuple[Batch, Sequence[Tensor]]]] = {}
         for batch, own in gradients:
-            parts.setdefault((batch.device, batch.sharding), []).append((batch, own))
-        if current_recording() is not None and len(parts) > 1 and any(device.type == "cpu" for device, _ in parts):
+            local = own if batch.sharding is None else as_real(map(shard, own))
+            parts.setdefault((batch.device, batch.sharding), []).append((batch, local))
+        if len(parts) == 1:
+            ((part, all_gradients),) = parts.items()
+            return self._add_up(part, all_gradients, self.sum_of_squares(part[0]), is_followed)
+        if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
-        for part, of_part in parts.items():
-            total = _total(self._sums, part[0], part[0]) if len(parts) == 1 else _total(self._totals, part, part[0])
-            self._take_part(part, of_part, total)
-        for device in {device for device, _ in parts} if len(parts) > 1 else ():
-            totals = [self._totals[part][0].to(device) for part in parts]
-            torch.sum(torch.stack(totals), 0, out=self.sum_of_squares(device))
+        for part, gradients_of_part in parts.items():
+            self._add_up(part, gradients_of_part, _total(self._totals, part, part[0]), is_followed=False)
+        for device in {device for device, _ in parts}:
+            torch.sum(
+                torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.sum_of_squares(device)
+            )
+        return None
 
-    def _take_part(self, part: Part, gradients: list[tuple[Batch, TensorColumn]], total: TensorColumn) -> None:
-        """Write the sum of one part to `total`."""
+    def _add_up(
+        self, part: Part, gradients: list[tuple[Batch, Sequence[Tensor]]], total: Tensor, is_followed: bool
+    ) -> FusedGradNorm | None:
+        """Write the sum of one part to `total`, or return the launch that will."""
         device, sharding = part
-        has_kernels = device.type == "cuda" or interprets_kernels()
-        if not has_kernels and current_recording() is not None:
+        batches = [batch for batch, _ in gradients]
+        tensors = [g for _, own in gradients for g in own]
+        has_kernel = device.type == "cuda" or interprets_kernels()
+        if has_kernel and all(g.dtype in DTYPES for g in tensors):
+            sweep = self._sweeps.get(part)
+            if sweep is None or not sweep.fits(batches, tensors, total):
+                sweep = self._sweeps[part] = _Sweep(batches, tensors, total)
+            prelude = sweep.prepare(tensors, is_followed and sharding is None)
+            if is_followed and sharding is None:
+                return prelude
+            if prelude is not None:
+                prelude.launch()
+        elif current_recording() is not None:
             raise NotRecordable("the norm of the gradients is not a kernel here")
-        for number, (batch, own) in enumerate(gradients):
-            local = own if sharding is None else as_real(map(shard, own))
-            if batch.squares is None:
-                numbers = torch.zeros(len(local), dtype=torch.float64, device=device)
-                batch.squares = TensorColumn(numbers.unbind(), is_fixed=True), TensorColumn([numbers], is_fixed=True)
-            each, together = batch.squares
-            if has_kernels:
-                self._square_sum(local, each)
-            else:
-                norms = torch._foreach_norm(local, 2, dtype=torch.float64)
-                together[0].copy_(torch.stack(norms).square())
-            self._add_up(total, together, number == 0)
+        else:
+            total.copy_(reference(tensors))
         if sharding is not None:
-            sharding.all_reduce(total[0])
+            sharding.all_reduce(total)
+        return None
 
 
-def _total(totals: dict[K, TensorColumn], key: K, device: torch.device) -> TensorColumn:
-    """The 0-d float64 of this key, created if there is none, as a list of one."""
+class _Sweep:
+    """The kernel over the gradients of some batches, with their last addresses; a recording takes its launches."""
+
+    scalars: Sequence[Callable[[Sequence[float]], float]] = ()
+    kinds: Sequence[type[float] | type[int]] = ()
+    hosts: Sequence[int] = ()
+    observed: frozenset[int] = frozenset()
+    stores: Mapping[int, int] = {}
+    is_seeded = False
+
+    def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
+        self.batches, self.seed, self.device = batches, total, total.device
+        self.dtypes = [g.dtype for g in gradients]
+        self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
+        self._guard: AddressGuard | None = None
+        self._table = total
+        self._stream = 0
+        """The stream of the last eager call."""
+        self._is_followed = False
+        self._copies: list[Tensor] = []
+        """Copies that the next launch reads."""
+
+    def fits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
+        """Return whether this kernel was built for these batches, gradient dtypes and total."""
+        return (
+            len(batches) == len(self.batches)
+            and all(map(is_, batches, self.batches))
+            and total is self.seed
+            and [g.dtype for g in gradients] == self.dtypes
+        )
+
+    def new_arenas(self) -> list[Tensor]:
+        """An empty list: the sum has memory of its own."""
+        return []
+
+    def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
+        """The launch of a recording, if the next one may be merged with it; else None."""
+        return FusedGradNorm(self.grid, table, workspace) if self._is_followed else None
+
+    def prepare(self, gradients: list[Tensor], is_followed: bool) -> FusedGradNorm | None:
+        """The launch that adds up the squares, whatever their memory order; None if a recording took it."""
+        own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
+        self._is_followed = is_followed
+        if (recording := current_recording()) is not None:
+            if not all(map(is_, own, gradients)):
+                raise NotRecordable("a gradient that does not fill its memory is copied")
+            recording.launch(self, [own], [])
+            return None
+        is_cuda = self.device.type == "cuda"
+        is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
+        guard, table = self._guard, self._table
+        if guard is None or not guard.matches(own):
+            guard = AddressGuard(own)
+            table = to_device(self.grid.rows([guard.addresses]), self.device)
+        self._copies = [g for g, given in zip(own, gradients, strict=True) if g is not given]
+        if is_capturing:
+            # The graph fills a table of its own at replay, so no eager call may use that.
+            graph_lifetime.keep_with_graph((self.grid, table, self._copies))
+        else:
+            self._guard, self._table = guard, table
+            self._stream = current_stream(self.device)
+        return FusedGradNorm(self.grid, table, self._stream)
+
+
+def _total(totals: dict[K, Tensor], key: K, device: torch.device) -> Tensor:
+    """The 0-d float64 of this key, created if there is none."""
     if key not in totals:
-        totals[key] = TensorColumn([torch.zeros((), dtype=torch.float64, device=device)], is_fixed=True)
+        totals[key] = torch.zeros((), dtype=torch.float64, device=device)
     return totals[key]

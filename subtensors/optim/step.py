@@ -21,12 +21,13 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import dynamo, ops
+from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
-from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
@@ -61,8 +62,8 @@ def with_hooks(step: Step) -> Step:
 class StepFunction(Protocol):
     """The function that a step calls with the columns of a batch: a `FusedFunction`, or a `ListStep`."""
 
-    def run(self, call: FusedCall) -> object:
-        """Update the parameters of a batch."""
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
+        """Update the parameters of a batch, after or with the prelude."""
         ...
 
     def read_values(self) -> tuple[object, ...]:
@@ -124,11 +125,12 @@ class Updater:
         groups = optimizer.param_groups
         gradients = self.gradients(groups)
         batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
+        prelude = None
         if any(group.get("max_norm") is not None for group in groups):
             if recording is not None:
                 recording.source = None
             pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
-            self.norm.take(pairs)
+            prelude = self.norm.take(pairs, self.is_fused)
         dynamic = current_scalars()
         for index, group in enumerate(groups):
             if recording is not None:
@@ -136,7 +138,8 @@ class Updater:
             if dynamic is not None:
                 dynamic.source = id(optimizer), index
             for batch in batches[index]:
-                self._update_batch(optimizer, group, batch, gradients[index])
+                self._update_batch(optimizer, group, batch, gradients[index], prelude)
+                prelude = None
         if dynamic is not None:
             dynamic.source = None
 
@@ -230,8 +233,10 @@ class Updater:
         has_kernels = device.type == "cuda" or interprets_kernels()
         return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
-    def _update_batch(self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn) -> None:
-        """Update the parameters of a batch."""
+    def _update_batch(
+        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
+    ) -> None:
+        """Update the parameters of a batch, after or with the prelude."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         options = [
             scale,
@@ -253,7 +258,7 @@ class Updater:
         )
         function = self.function if not batch.reduces_shards else self._shard_function(batch.sharding)
         try:
-            function.run(call)
+            function.run(call, prelude)
             if batch.sees_shards:
                 # The step wrote the local shards; autograd must be told that the DTensors were written.
                 torch.autograd.graph.increment_version(batch.params)
@@ -281,7 +286,7 @@ class Updater:
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
-            dtypes = tuple([low_bit_dtype(entry, p, group, self.declaration.low_bit) for entry in own])
+            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 

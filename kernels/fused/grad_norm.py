@@ -1,0 +1,186 @@
+"""The sum of the squares of all elements of many tensors, by one kernel.
+
+    total = sum_t sum_i x_t[i]^2        in float64
+
+The tensors are cut into chunks. As many programs as the device holds share them, and each adds up its chunks in
+registers; so there are few partial sums, which the program that finishes last adds up. The first kernel of another
+program, over numbers per tensor that may depend on the sum, can follow in the same launch (`FusedGradNorm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subtensors.kernels.fused.codegen import Kernel
+from subtensors.kernels.fused.launch import Integers
+from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
+
+BLOCK = 2048
+"""Elements that a program reads at a time."""
+ROUNDS = 8
+"""Blocks a chunk."""
+WARPS = 8
+PROGRAMS = 4
+"""Programs a multiprocessor: as many as its registers hold."""
+
+LANES = 256
+"""Tensors that a following kernel takes at a time."""
+
+# The entry of a dtype in the table: its size; negative for bfloat16, which is as large as float16.
+_KINDS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: -2}
+
+DTYPES = frozenset(_KINDS)
+"""The dtypes that the kernel sums."""
+
+
+def reference(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum by torch, tensor by tensor.
+
+    Args:
+        tensors: real floats of any shapes.
+
+    Returns:
+        0-d float64, on the device of the first.
+
+    Example:
+        >>> reference([torch.ones(3), torch.full((2, 2), 2.0)])
+        tensor(19., dtype=torch.float64)
+    """
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]
+    return torch.stack(norms).square().sum()
+
+
+class GradNormGrid:
+    """The chunks of tensors of these sizes and dtypes, and their sum of squares. Depends on no address.
+
+    Args:
+        sizes: elements of each.
+        dtypes: of each, from `DTYPES`.
+        device: where they are.
+        total: 0-d float64 on the device, written with the sum.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, total: Tensor
+    ) -> None:
+        self.device, self.total = device, total
+        self.count = len(sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.kinds = np.asarray([_KINDS[dtype] for dtype in dtypes], dtype=np.int64)
+        counts = -(-self.sizes // (BLOCK * ROUNDS))
+        tensor = np.repeat(np.arange(self.count, dtype=np.int64), counts)
+        within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Without elements there is one empty chunk.
+        entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
+        self.chunks = to_device(entries, device)
+        self.programs = min(len(entries), PROGRAMS * multiprocessors(device))
+        present = set(dtypes)
+        kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
+        self._chunk_count = len(entries)
+        self.constants = (*kinds, ROUNDS, BLOCK)
+        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def workspace(self, key: int) -> tuple[Tensor, Tensor]:
+        """Partial sums, and the atomic counter, which launches leave at zero; one pair a stream."""
+        if key not in self._workspaces:
+            self._workspaces[key] = (
+                torch.empty(self.programs, dtype=torch.int64, device=self.device),
+                torch.zeros(1, dtype=torch.int32, device=self.device),
+            )
+        return self._workspaces[key]
+
+    def forget(self, key: int) -> None:
+        """Free the workspace of this number."""
+        self._workspaces.pop(key, None)
+
+    @property
+    def table_size(self) -> int:
+        """The number of integers that `rows` returns."""
+        return 3 * self.count
+
+    def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
+        """The table: sizes, dtypes, addresses.
+
+        Args:
+            pointers: one row, of addresses.
+        """
+        return np.concatenate([self.sizes, self.kinds, np.asarray(pointers, dtype=np.int64).reshape(-1)])
+
+    def launch(
+        self,
+        table: int,
+        scalars: int,
+        seed: int,
+        outputs: Sequence[Tensor],
+        stream: int,
+        workspace: int,
+        prelude: object = None,
+    ) -> None:
+        """Compute the sum, on the current stream of the device.
+
+        Args:
+            table: address of the result of `rows`, on the device.
+            scalars: unused, as are the other arguments that only `launch.Grid` reads.
+            seed: unused.
+            outputs: unused.
+            stream: unused.
+            workspace: which workspace to use; launches that may run at the same time need different ones.
+            prelude: unused.
+        """
+        from subtensors.kernels.fused.squares_kernel import grad_norm
+
+        nothing = (None,) * 7
+        with launching_on(self.device):
+            grad_norm[(self.programs,)](*self.arguments(table, workspace), *nothing, *self.constants, num_warps=WARPS)
+
+    def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
+        """The first arguments of the kernel: the addresses and counts of the sum."""
+        partials, counter = self.workspace(workspace)
+        addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
+        return (table, *addresses, self.count, self._chunk_count)
+
+
+@dataclass(frozen=True)
+class FusedGradNorm:
+    """A launch that is still to be made, so that the first kernel of a program can be fused into it."""
+
+    sweep: GradNormGrid
+    table: Tensor | int
+    """The result of `GradNormGrid.rows` on the device, or its address."""
+    workspace: int
+
+    def launch(self) -> None:
+        """Launch the sum by itself."""
+        self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
+
+    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
+        """Launch the sum, and a kernel of a lane a tensor after it, as one launch.
+
+        Args:
+            kernel: the kernel of a tensor segment, without outputs.
+            table: address of its table, as in `segment_writer.ARGUMENTS`.
+            scalars: address of its dynamic scalars.
+            slots: address of its slots.
+            seed: address of its seed.
+            count: the number of its tensors.
+        """
+        from subtensors.kernels.fused.squares_kernel import grad_norm
+
+        with launching_on(self.sweep.device):
+            grad_norm[(self.sweep.programs,)](
+                *self.sweep.arguments(self._address, self.workspace),
+                *(table, scalars, slots, seed, count, kernel.lanes, LANES),
+                *self.sweep.constants,
+                num_warps=WARPS,
+                **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
+            )
+
+    @property
+    def _address(self) -> int:
+        return self.table if isinstance(self.table, int) else self.table.data_ptr()
