@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import optree
-import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import (

@@ -27,7 +27,7 @@ from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, 
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
-from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtypes
+from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
@@ -286,7 +286,7 @@ class Updater:
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
-            dtypes = low_bit_dtypes(own, p, group, self.declaration.low_bit)
+            dtypes = tuple([low_bit_dtype(entry, p, group, self.declaration.low_bit) for entry in own])
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 

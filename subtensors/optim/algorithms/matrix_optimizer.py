@@ -15,6 +15,7 @@ from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.lists.batched import run_by_shape
 from subtensors.fused.fuse import fused
+from subtensors.kernels.fused.launch import Prelude
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.dtensor import full_tensor, is_sharded, write_part
@@ -161,7 +162,7 @@ class ListStep:
             self._values = ReadValues(self._update)
         return self._values.key
 
-    def run(self, call: FusedCall) -> None:
+    def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
         """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
