@@ -23,6 +23,7 @@ from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, unique_
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.protocols import NotRecordable
+from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.fused.torch_codegen import write_torch
@@ -112,11 +113,11 @@ class TorchExecutor(Executor):
         if len(indices) > 1:
             tensors = [[column[i] for i in indices] for column in columns]
             for i in self.sized:
-                row[i] = torch._C._nn.flatten_dense_tensors(tensors[i])
+                row[i] = memory.join(tensors[i])
             self.run_element(row, scalars, operands)
             for i in stores:
                 if i in self.sized:
-                    torch._foreach_copy_(tensors[i], torch._C._nn.unflatten_dense_tensors(row[i], tensors[i]))
+                    torch._foreach_copy_(tensors[i], memory.split(row[i], tensors[i]))
                 else:
                     torch._foreach_copy_(tensors[i][1:], [row[i]] * (len(indices) - 1))
             return

@@ -26,6 +26,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return bool(prims.is_non_overlapping_and_dense_or_false(tensor))
 
 
+@requires("torch._C._nn.flatten_dense_tensors", otherwise=lambda tensors: torch.cat([t.reshape(-1) for t in tensors]))
+def join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor of the elements of all, each row after row. Checked on 2.13."""
+    return torch._C._nn.flatten_dense_tensors(tensors)
+
+
+def split(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a flat tensor as views in the shapes of those that it was joined of."""
+    return list(map(torch.Tensor.view_as, joined.split(list(map(torch.Tensor.numel, like))), like))
+
+
 @requires("torch.Tensor._use_count")
 def use_count(tensor: torch.Tensor) -> int:
     """The number of C++ references to a tensor: its Python object's, autograd's, reducers'. Checked on 2.11, 2.13."""
