@@ -15,9 +15,14 @@ Metadata = tuple[torch.dtype, torch.device, torch.Size]
 class NoSingleValue:
     """A base class that precedes `torch.Tensor`, and refuses conversions to bool, numbers and arrays."""
 
+    _flats: list[torch.Tensor] | None
+
     __hash__ = object.__hash__
     __format__ = object.__format__
-    __dir__ = object.__dir__
+
+    def __dir__(self) -> list[str]:
+        unreadable = {"volatile", "__cuda_array_interface__"}  # torch's own leaves these out, too
+        return sorted({*object.__dir__(self)} - (unreadable if self._flats else unreadable | {"flats"}))
 
     def __bool__(self) -> bool:
         self._refuse("truth value")
