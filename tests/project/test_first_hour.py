@@ -155,9 +155,13 @@ MISSES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: st.bucketed(torch.ones(5), {0: {0: SEQ}}),  # type: ignore[arg-type]
         r"takes a function or a module, got a Tensor of shape \(5,\)$",
     ),
+    "a number for initial state": (
+        lambda: type("NumberState", (st.optim.Optimizer,), {"state": {"m": 0.0}, "update": lambda self, p, g, m: None}),
+        r"NumberState.state gives for each entry a function of its parameter, .* got 0.0 for 'm'",
+    ),
     "a file for lengths": (
         lambda: st.fit_buckets("lengths.txt"),  # type: ignore[arg-type]
-        r"got 'lengths.txt'; of a file, \[int\(line\) for line in open\(path\)\]",
+        r"got 'lengths.txt'; of a file, \[int\(n\) for n in Path\(path\)",
     ),
 }
 
