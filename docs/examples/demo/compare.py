@@ -67,6 +67,8 @@ def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
             for done in runs:
                 done.model = None  # its memory is not the next run's
             runs.append(train(name, make_optimizer, plan, text, chunked=name != PLAIN, on_step=show))
+            if not console.is_terminal:  # which would show the bars at the end alone
+                console.print(f"{name}: {plan.steps} steps, loss {runs[-1].losses[-1]:.3f}")
     console.print(table(runs, plan))
     plot(runs, plan, figure)
     console.print(f"plot: {figure}")
