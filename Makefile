@@ -70,6 +70,7 @@ bench: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	@echo "The site is in out/docs. With its search: python3 -m http.server --directory out/docs, then http://localhost:8000"
 
 soak: $(READY)
 	PYTHONPATH=.:tests/support $(PYTHON) tests/soak/soak.py --minutes $(MINUTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -41,7 +42,7 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
         subject: a TensorList, a PaddedTensor, a ChunkedTensor or a loss computed from one, a StaticAddressTensor, an
             Arena, an optimizer, a runner of `st.bucketed`, its statistics and check reports, a Dim, a bucket policy,
             sizes that were inferred, a fused function, or any torch function; the last two with the arguments of a
-            call. Of a function or class of this package alone, its signature and purpose.
+            call. Of a function, class or module of this package alone, its signature and purpose.
         args: arguments of the call, which is planned but not run.
         kwargs: keyword arguments of the call.
 
@@ -56,7 +57,7 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
         >>> print(st.explain(torch.add, st.TensorList([torch.ones(2), torch.ones(3)]), 1))
         foreach aten._foreach_add.Scalar (1 group)
     """
-    if isinstance(subject, Fused):
+    if isinstance(subject, Fused) and (args or kwargs):
         return subject.explain(*args, **kwargs)
     if isinstance(subject, (Optimizer, Bucketed)):
         return subject.explain()
@@ -75,20 +76,30 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
     if isinstance(subject, Dim):
         ends = "have no end, without a max" if subject.max is None else f"are {_shortened(subject.buckets)}"
         return f"{subject}; its buckets {ends}"
+    if isinstance(subject, ModuleType) and subject.__name__.startswith("subtensors"):
+        return f"{subject.__name__}: {_purpose(subject)}"
     if not callable(subject) and type(subject).__module__.startswith("subtensors."):
         return str(subject)  # sizes, policies, statistics and reports describe themselves
     if not callable(subject):
         raise TypeError(
             f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {shown(subject)}"
         )
-    if not args and not kwargs and f"{getattr(subject, '__module__', '')}.".startswith("subtensors."):
-        purpose = (inspect.getdoc(subject) or "").partition("\n")[0]
-        return f"{getattr(subject, '__name__', subject)}{signature_of(subject)}: {purpose}"
+    if not args and not kwargs:
+        name = getattr(subject, "__name__", type(subject).__name__)
+        if f"{getattr(subject, '__module__', '')}.".startswith("subtensors.") and not isinstance(subject, Fused):
+            return f"{name}{signature_of(subject)}: {_purpose(subject)}"
+        title = repr(subject) if isinstance(subject, Fused) else f"{name} of plain tensors is plain torch"
+        return f"{title}; st.explain({name}, *arguments) says what a call runs, without running it"
     try:
         padded = has_padding(args, kwargs)
     except RecursionError:
         raise ValueError("explain takes the arguments of a call; one is a container that holds itself") from None
     return explain_padded_call(subject, args, kwargs) if padded else explain_call(subject, *args, **kwargs)
+
+
+def _purpose(subject: object) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(subject) or "").partition("\n")[0]
 
 
 def _shortened(numbers: Sequence[int]) -> str:

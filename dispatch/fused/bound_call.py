@@ -70,7 +70,7 @@ def _kind(leaf_type: type) -> type[Tensor] | type[float] | type[int] | None:
         return float
     raise TypeError(
         f"an argument of fused math is a list of tensors, a tensor, a number, a bool, a str or None; "
-        f"got {leaf_type.__name__}"
+        f"got {leaf_type.__name__}; many tensors are one argument as st.TensorList(...)"
     )
 
 

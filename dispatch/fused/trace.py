@@ -90,6 +90,8 @@ def _errors_with_source() -> Iterator[None]:
     except RuleError:
         raise
     except Exception as error:
+        if isinstance(error, AttributeError) and isinstance(error.obj, list | tuple):
+            error.add_note("many tensors are one argument as st.TensorList([...])")
         error.add_note(f"while the math was traced, on proxies with a shape of their own\n  at {_line_of(error)}")
         raise
 

@@ -275,6 +275,7 @@ class Bucket:
         elif reads is not None and reads.first:
             self.no_graph_reason = f"{reads.first} reads values on the host, which a graph can't wait for"
             self.no_graph_reason += f" ({reads.line})" * bool(reads.line)
+            self.no_graph_reason += "; keep it on the device, as torch.where and clamp keep a decision"
 
     def capture(self) -> None:
         """Capture the program.

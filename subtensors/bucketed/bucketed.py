@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from subtensors.arguments import shown
 from subtensors.bucketed.check import Schedule
-from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.runner import Bucketed, OnMiss
 from subtensors.byte_sizes import parse_bytes
 from subtensors.dispatch.torch_internals.compiler import OPTIONS, is_backend
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def bucketed(
-    program: Program,
+    program: Callable[P, R],
     dims: Mapping[Any, object],
     compile: bool | dict[str, object] = False,
     max_graphs: int | None = None,
@@ -23,7 +25,7 @@ def bucketed(
     max_waste: float | None = None,
     check: Schedule = "first",
     key: object = None,
-) -> Bucketed:
+) -> Bucketed[P, R]:
     """Run a program over varying sizes as one CUDA graph per bucket: pad the inputs, replay, cut the results back.
 
     Args:
@@ -60,7 +62,7 @@ def bucketed(
         tensor([[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]])
     """
     if not callable(program):
-        raise TypeError(f"bucketed takes a function or a module, got {program!r}")
+        raise TypeError(f"bucketed takes a function or a module, got {shown(program)}")
     if max_graphs is not None and (type(max_graphs) is not int or max_graphs < 1):
         raise ValueError(f"max_graphs is an int of at least 1, got {max_graphs!r}")
     if not isinstance(on_miss, str) or on_miss not in ("capture", "eager", "error"):

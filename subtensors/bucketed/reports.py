@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from html import escape
 from typing import TYPE_CHECKING
 
 from subtensors.arguments import whole_number
@@ -44,6 +45,11 @@ class Reports(ModuleProxy):
     def __repr__(self) -> str:
         dims = ", ".join(map(str, self.dims.distinct.values()))
         return f"<st.bucketed {self.name} on {dims or 'no Dim'}: {str(self.stats()).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """The same as a notebook shows it, above the table of its buckets."""
+        title, statistics = repr(self).partition(": ")[0], self.stats()
+        return f"<p>{escape(title)}&gt;</p>{statistics._repr_html_()}"
 
     def no_graph_reasons(self) -> list[str]:
         """Return the reasons why buckets could not be captured."""

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -67,14 +67,16 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo
 
 OnMiss = Literal["capture", "eager", "error"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Bucketed(Reports):
+class Bucketed(Reports, Generic[P, R]):
     """The result of `st.bucketed`: called like the program, with the program's attributes besides its own."""
 
     def __init__(
         self,
-        program: Program,
+        program: Callable[P, R],
         dims: Mapping[Any, object],
         max_graphs: int | None,
         memory_limit: int | None,
@@ -95,25 +97,25 @@ class Bucketed(Reports):
         self._example: tuple[Args, Kwargs] | None = None
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
-        self._generation: Generation[Bucketed] | None = None
+        self._generation: Generation[Bucketed[..., PyTree]] | None = None
         self.checker = Checker(self.state, check)
         self._is_settled = False
         """True inside `settled()`: nothing replaces what the program reads."""
         functools.update_wrapper(self, program, updated=())
 
-    def __reduce__(self) -> tuple[type[Bucketed], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Bucketed[P, R]], tuple[object, ...]]:
         """A copy is a runner of a copy of the program, without graphs."""
         return type(self), self._made_of
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the program: at the bucket's sizes, with plain values in and out."""
         if inside_program.get():
             with self._lock:
                 nested = self.call_cache.nested_call(args, kwargs)
-            return self.program(*args, **kwargs) if nested is None else nested.result()
+            return self.program(*args, **kwargs) if nested is None else nested.result()  # type: ignore[no-any-return]
         with self._lock:
             if reason := why_not_replayable():
-                return self._fall_back(reason, None, args, kwargs)
+                return self._fall_back(reason, None, args, kwargs)  # type: ignore[no-any-return]
             leaves, structure = flatten(args, kwargs)
             shared = shared_key(self.state, leaves, structure, args, kwargs)
             try:
@@ -127,10 +129,10 @@ class Bucketed(Reports):
             if cached.format.order is not None:
                 leaves = cached.format.ordered(leaves)
             if cached.reason:
-                return self._fall_back(cached.reason, cached.error, args, kwargs)
+                return self._fall_back(cached.reason, cached.error, args, kwargs)  # type: ignore[no-any-return]
             if (cached.calls <= 2 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
-                return self._answer_and_check(cached, leaves, args, kwargs)[0]
-            return self._answer(cached, leaves, args, kwargs)
+                return self._answer_and_check(cached, leaves, args, kwargs)[0]  # type: ignore[no-any-return]
+            return self._answer(cached, leaves, args, kwargs)  # type: ignore[no-any-return]
 
     def _answer_and_check(
         self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs
@@ -252,7 +254,7 @@ class Bucketed(Reports):
             self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
         return result
 
-    def warmup(self, *args: PyTree, progress: bool = True, **kwargs: PyTree) -> Bucketed:
+    def warmup(self, *args: PyTree, progress: bool = True, **kwargs: PyTree) -> Bucketed[P, R]:
         """Capture the graphs of all buckets before the first request, the largest first.
 
         Args:
@@ -351,7 +353,7 @@ class Bucketed(Reports):
                 self._generation = Generation(self.program, seq, self._with_other_program)
             return self._generation.run(inputs, options, self.fallbacks)
 
-    def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed:
+    def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed[..., PyTree]:
         """Bucket another program with the same options; calls of it that have no graph are errors."""
         own = self.graph_cache
         if callable(key := self.state.key):
@@ -380,7 +382,7 @@ class Bucketed(Reports):
             self._is_settled = False
 
     @property
-    def programs(self) -> dict[str, Bucketed]:
+    def programs(self) -> dict[str, Bucketed[..., PyTree]]:
         """The programs that `generate` runs, each with its own statistics: "decoder", and "encoder" if there is one."""
         return self._generation.programs if self._generation is not None else {}
 

@@ -248,9 +248,11 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
     if type(dim) is not int:
-        raise TypeError(f"dim is a whole number, got {shown(dim)}")
+        advice = f"; a limit has a name: st.chunk(x, memory_limit={dim!r})" if isinstance(dim, str) else ""
+        raise TypeError(f"dim is a whole number, got {shown(dim)}{advice}")
     if not -dims <= dim < dims:
-        raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}")
+        advice = f"; for chunks of {dim} rows: st.chunk(x, rows={dim})" if dim > 0 else ""
+        raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}{advice}")
     return chunked_by(x, dim % dims, policy)
 
 

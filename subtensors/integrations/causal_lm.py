@@ -27,6 +27,7 @@ from subtensors.arguments import shown
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import chunk
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.integrations.undo import keep
 from subtensors.sizes.dims import Dim
 
@@ -109,7 +110,7 @@ class Body:
     def __init__(self, body: nn.Module, length: Dim | None) -> None:
         self.body = body
         self.replaced = vars(body).get("forward")
-        self.run: Bucketed | None = None
+        self.run: Bucketed[..., PyTree] | None = None
         if length is not None:
             names = [name for name in _PER_TOKEN if name in inspect.signature(self.plain).parameters]
             self.run = bucketed(self.plain, {name: {1: length} for name in names})

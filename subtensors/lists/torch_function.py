@@ -71,10 +71,10 @@ def explain_call(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -
         args, kwargs: its arguments, TensorLists among them; they are not changed.
 
     Returns:
-        The way that applies: on the flats of packed lists, as a foreach call, batched by shape, or mapped.
+        The way that applies: on the flats of packed lists, as a foreach call, batched by shape, or mapped; as plain
+        torch where no argument is a TensorList.
 
     Raises:
-        TypeError: no argument is a TensorList.
         ValueError: the lists differ in structure.
 
     Example:
@@ -84,7 +84,7 @@ def explain_call(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -
     """
     call = list_call(func, args, kwargs, TensorList)
     if not call.positions:
-        raise TypeError("explain_call expects a TensorList among the arguments")
+        return "plain torch: no argument is of a type of subtensors"
     return plan(call).describe()
 
 

@@ -16,12 +16,13 @@ import typing
 from collections.abc import Callable, Mapping
 from numbers import Real
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subtensors.arguments import shown
+from subtensors.lists.tensor_list import TensorList
 
 Range = str | tuple[str, ...]
 """The range of a number, or of each of several."""
@@ -40,6 +41,8 @@ COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
 
 Values = dict[str, Any]
 """Hyperparameters by name."""
+
+Given = TypeVar("Given")
 
 
 class Accepted:
@@ -187,3 +190,14 @@ def _count_of_type(hint: object) -> int:
     """1 if a type is that of a number, which may also be a tensor or None; else 0."""
     members = set(typing.get_args(hint) or [hint])
     return int(bool(members & {int, float}) and members <= {int, float, Tensor, NoneType})
+
+
+def parameters_in(params: Given) -> Given | list[Tensor]:
+    """Return an optimizer's first argument; of a TensorList, which torch would take for one parameter, its elements.
+
+    Raises:
+        TypeError: it is a module instead of the parameters of one.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"an optimizer takes parameters, got a {type(params).__name__}: give its model.parameters()")
+    return params.tensors if isinstance(params, TensorList) else params

@@ -34,7 +34,7 @@ from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture, new_capture
-from subtensors.optim.hyperparameters import Accepted, checked_values
+from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
@@ -143,11 +143,9 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._arena = options.get("arena")
         self._updater = self._new_updater()
-        # Torch would take a list, which is a Tensor, for one parameter.
-        params = params.tensors if isinstance(params, TensorList) else params
         given = defaults | {name: x for name, x in options.items() if name in TORCH_DEFAULTS}
         checked = checked_values(given, self._declaration.number_counts, self._accepted)
-        super().__init__(params, checked | group_options(options))
+        super().__init__(parameters_in(params), checked | group_options(options, type(self)))
         self.state = States()
         if options.get("graph"):
             self.capture()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, cast
 
@@ -107,8 +109,12 @@ def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, objec
         )
 
 
-def group_options(options: Options) -> ParamGroup:
+def group_options(options: Options, cls: type = object) -> ParamGroup:
     """The options that differ from their default and that groups hold, to be put among the defaults of a group.
+
+    Args:
+        options: as they were given.
+        cls: the class of the optimizer, whose own arguments an error may suggest.
 
     Raises:
         TypeError: an option is not known.
@@ -116,7 +122,7 @@ def group_options(options: Options) -> ParamGroup:
     """
     given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():
-        raise TypeError(f"no optimizer takes {sorted(unknown)}; the options of each are {sorted(defaults)}")
+        raise TypeError(_unknown_option(min(unknown), cls, sorted(defaults)))
     for name in ("master_weights", "graph"):
         if not isinstance(given.get(name, False), bool):
             raise ValueError(f"Invalid {name}: {shown(given[name])}; expected True or False")
@@ -138,3 +144,11 @@ def complete_group(group: ParamGroup, former: Mapping[str, object], defaults: Ma
     for name in DEFAULTS:
         if name in former:
             group.setdefault(name, former[name])
+
+
+def _unknown_option(name: str, cls: type, options: list[str]) -> str:
+    """Return the text of an error about an option that an optimizer does not have."""
+    own = [x for x in inspect.signature(cls).parameters if x not in ("params", "options")] if cls is not object else []
+    meant = ["lr"] if name == "learning_rate" else difflib.get_close_matches(name, own + options, n=1, cutoff=0.55)
+    advice = f"did you mean {meant[0]!r}?" if meant else f"it takes {', '.join(own + options)}"
+    return f"{cls.__name__ if own else 'an optimizer'} has no option {name!r}; {advice}"

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.hyperparameters import number_counts
@@ -96,6 +97,13 @@ class Declaration:
                 f"{cls.__name__}.update takes the state entries {sorted(self.entries)} (its arguments between g and "
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
+
+        for entry, initial in self.initializers.items():
+            if not callable(initial):
+                raise TypeError(
+                    f"{cls.__name__}.state gives for each entry a function of its parameter, such as torch.zeros_like; "
+                    f"got {shown(initial)} for {entry!r}"
+                )
 
 
 def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:

@@ -201,8 +201,9 @@ class PaddedTensor(Tensor):
     __str__ = __repr__
     __format__ = object.__format__
 
-    # Torch's would ask for every attribute, some of which warn.
-    __dir__ = object.__dir__
+    def __dir__(self) -> list[str]:
+        # Torch's would ask for every attribute, some of which warn.
+        return sorted({*object.__dir__(self)} - {"volatile", "__cuda_array_interface__"})
 
     def tolist(self) -> Any:
         """The unpadded data as nested lists."""

@@ -67,8 +67,9 @@ def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Numb
         return _check_padded_on(t, dims)
     if isinstance(t, Tensor):
         _check_can_be_padded(t)
+        named = _named_dims(dims, t.dim())
         _check_value(value, t.dtype)
-        return wrap_padded(_pad_one(t, _named_dims(dims, t.dim()), value))
+        return wrap_padded(_pad_one(t, named, value))
     rows = list(t) if isinstance(t, Iterable) else []
     if not rows or not all(isinstance(row, Tensor) for row in rows):
         what = "an empty list" if isinstance(t, Sequence) and not len(t) else shown(t)
@@ -223,13 +224,17 @@ def true_sizes(
 
 def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     if isinstance(dims, Dim):
-        raise TypeError(f"dims say which dim is padded on which st.Dim: {{dim: {dims.name}}}; got the Dim alone")
+        raise TypeError(
+            f"dims say which dim is padded on which st.Dim: {{dim: {dims.name}}}, "
+            f"such as st.pad(x, {{{min(1, rank - 1)}: {dims.name}}}); got the Dim alone"
+        )
     if not isinstance(dims, Mapping):
-        raise TypeError(f"dims are {{dim: st.Dim(...)}}, got {shown(dims)}")
+        raise TypeError(f"dims are {{dim: st.Dim(...)}}, such as st.pad(x, {{1: seq}}); got {shown(dims)}")
     named: dict[int, Dim] = {}
     for d, dim in dims.items():
         if type(d) is not int or not -rank <= d < rank:
-            raise ValueError(f"cannot pad dim {shown(d)} of a tensor with {rank} dims")
+            given = "; a dim is given by its number, such as st.pad(x, {1: seq})" if type(d) is not int else ""
+            raise ValueError(f"cannot pad dim {shown(d)} of a tensor with {rank} dims{given}")
         if not isinstance(dim, Dim | int):
             raise TypeError(f"dim {d} is padded on a st.Dim or an int, the bucket size; got {shown(dim)}")
         named[d % rank] = dim if isinstance(dim, Dim) else Dim(f"dim{d % rank}", max=dim, buckets=[dim])

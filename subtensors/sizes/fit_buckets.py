@@ -12,6 +12,7 @@ counts `c`, `padding(i, j) = s[j - 1] * sum(c[i:j]) - sum((c * s)[i:j])`, a diff
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -59,7 +60,10 @@ def sample_of(name: str, lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError):  # nothing to go through, lists that differ, a tensor without values
         sample = np.empty(0)
     if not sample.size or sample.dtype.kind not in "iu" or sample.ndim != 1 or sample.min() < 1:
-        raise ValueError(f"{name} takes one or more lengths, each an int of at least 1, got {shown(lengths)}")
+        advice = (
+            "; of a file, [int(n) for n in Path(path).read_text().split()]" if isinstance(lengths, str | Path) else ""
+        )
+        raise ValueError(f"{name} takes one or more lengths, each an int of at least 1, got {shown(lengths)}{advice}")
     return sample
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -54,7 +55,14 @@ def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
-    figure = Figure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    figure = NotebookFigure(figsize=(8, 3 * max(len(dims), 1)), layout="constrained")
     for i, (name, dim) in enumerate(dims.items()):
         axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
         counted = sizes.get(name, {})

@@ -329,6 +329,8 @@ def _device(device: torch.device | str) -> torch.device:
         resolved = None
     if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device of an Arena is a CPU or a CUDA device; got {shown(device)}")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError('an Arena is on "cuda" by default, and torch finds no GPU here; st.Arena("cpu") needs none')
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

@@ -41,8 +41,12 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }
 
-EXAMPLES = {"fit-plan": " --rows docs/benchmarks/chunked.json", "figures": " --out docs/benchmarks"}
-"""The options in the example of those that measure nothing."""
+EXAMPLES = {
+    "lend": " --device cpu",
+    "fit-plan": " --rows docs/benchmarks/chunked.json",
+    "figures": " --out docs/benchmarks",
+}
+"""The options in the example of those that have no tiny sizes."""
 
 
 def why_not_measurable(options: argparse.Namespace, is_device_given: bool) -> str:

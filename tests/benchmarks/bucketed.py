@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.bucketed_cases import CASES, Case
@@ -17,7 +18,7 @@ from benchmarks.bucketed_rows import VaryingRow, table
 from benchmarks.bucketed_variants import VARIANTS, Answer, Way
 from benchmarks.processes import MeasurementFailed, run_cold
 from benchmarks.rows import Setting, from_json, load, save, to_json
-from benchmarks.sweep import names, wide_console
+from benchmarks.sweep import names
 from benchmarks.table import describe
 from demo.timing import synchronize
 
@@ -149,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         for variant in names(options.variants, list(VARIANTS), "variant")
         if (options.device == "cuda" or not VARIANTS[variant].needs_gpu) and VARIANTS[variant].answers(CASES[case])
     ]
-    console = wide_console()
+    console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "bucketed.json"
     earlier = load(VaryingRow, data) if options.keep and data.exists() else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rich.table import Table
+from rich.console import Group
 
 from benchmarks.rows import Setting
 from benchmarks.table import figure, in_sections
@@ -73,6 +73,6 @@ COLUMNS: dict[str, Callable[[VaryingRow], str]] = {
 }
 
 
-def table(rows: Sequence[VaryingRow], title: str) -> Table:
+def table(rows: Sequence[VaryingRow], title: str) -> Group:
     """One line a row, cases apart from each other."""
     return in_sections(rows, COLUMNS, title)

@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.table import Table
+from rich.console import Console, Group
 from torch import Tensor
 
 from benchmarks.bucketed_training_variants import VARIANTS, Step
 from benchmarks.gpt2_step import FULL, GPT2, TINY
 from benchmarks.rows import Setting, from_json, save, to_json
-from benchmarks.sweep import names, wide_console
-from benchmarks.table import describe, figure
+from benchmarks.sweep import names
+from benchmarks.table import describe, figure, folded
 from demo.timing import kernel_times, synchronize
 
 LENGTHS = (16, 512)
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
         v for v in names(options.variants, list(VARIANTS), "variant")
         if options.device == "cuda" or not VARIANTS[v].needs_gpu
     ]  # fmt: skip
-    console = wide_console()
+    console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "bucketed_training.json"
     shared = ["--batch", str(options.batch), "--device", options.device, "--out", str(options.out)]
@@ -231,13 +231,11 @@ def _in_turn(commands: dict[str, list[str]], seconds: float) -> Iterator[tuple[s
         send(processes, signal.SIGKILL)
 
 
-def _table(rows: Sequence[TrainingRow]) -> Table:
-    shown = Table(title=describe(rows))
-    columns = "variant,first pass s,second,step ms,reserved MiB,graphs,recompiles,loss,kernels,kernel ms"
-    for name in columns.split(","):
-        shown.add_column(name, justify="left" if name == "variant" else "right")
+def _table(rows: Sequence[TrainingRow]) -> Group:
+    columns = "variant,first pass s,second,step ms,reserved MiB,graphs,recompiles,loss,kernels,kernel ms".split(",")
+    lines = []
     for row in rows:
         cells = (row.first_pass_s, row.second_pass_s, row.step_ms, row.reserved_mb, row.graphs, row.recompiles,
                  row.loss, row.kernels, row.kernel_ms)  # fmt: skip
-        shown.add_row(row.variant, *(figure(cell, 4) for cell in cells))
-    return shown
+        lines.append([row.variant, *(figure(cell, 4) for cell in cells)])
+    return folded(describe(rows), columns, lines, names=1)

@@ -12,12 +12,13 @@ from statistics import median
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 
 from benchmarks.chunked_rows import LossRow, plot, table, unmatched
 from benchmarks.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
 from benchmarks.rows import Setting, load, save
-from benchmarks.sweep import names, wide_console
+from benchmarks.sweep import names
 from benchmarks.table import describe
 from demo.timing import Span, synchronize
 from subtensors.chunked.chunked_tensor import chunk
@@ -205,7 +206,7 @@ def run(options: argparse.Namespace) -> int:
     shapes = names(options.shapes, list(SHAPES), "shape")
     variants = names(options.variants, [*PEERS, OURS], "variant")
     settings = None if options.settings is None else options.settings.split(",")
-    console = wide_console()
+    console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.out / "chunked.json"
     rows = load(LossRow, data) if options.keep and data.exists() else []

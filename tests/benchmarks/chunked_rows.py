@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.table import Table
+from rich.console import Group
 
 from benchmarks.rows import Setting
 from benchmarks.table import figure, in_sections
@@ -60,7 +60,7 @@ COLUMNS: dict[str, Callable[[LossRow], str]] = {
 }
 
 
-def table(rows: Sequence[LossRow], title: str) -> Table:
+def table(rows: Sequence[LossRow], title: str) -> Group:
     """One line a row, shapes apart from each other."""
     return in_sections(rows, COLUMNS, title)
 

@@ -13,10 +13,10 @@ from math import inf
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from benchmarks.chunked_rows import LossRow
 from benchmarks.rows import load
-from benchmarks.sweep import wide_console
 from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, Rates, by_columns, by_rows
 
 SHORTEST = 512
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the rates, and how far the model is from each row with them."""
     rows = ours(load(LossRow, options.rows))
     rates = fitted(rows)
-    console = wide_console()
+    console = Console()
     console.print(f"Rates(flops={rates.flops:.4g}, bandwidth={rates.bandwidth:.4g}, launch={rates.launch:.3g})")
     for row in rows:
         plan = plan_of(row, rates)

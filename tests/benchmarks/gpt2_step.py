@@ -15,11 +15,11 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.rows import Setting, save
-from benchmarks.sweep import wide_console
 from benchmarks.table import describe, figure
 from demo.model import Block, Size
 from demo.timing import Span, synchronize
@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
-    console = wide_console()
+    console = Console()
     names = [name.strip() for name in options.variants.split(",")]
     for name in names:
         way(name)

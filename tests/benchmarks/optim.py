@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Mapping
 
 import torch
+from rich.console import Console
 
 from benchmarks.other_optimizers import OTHERS
 from benchmarks.plot import plot
 from benchmarks.rows import Row, Setting, installed, to_json
 from benchmarks.sets import FIRST_STEP_SETS, MATRIX_SETS, SETS, least_traffic, parameters, specs
-from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
+from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep
 from benchmarks.table import table
 from benchmarks.variants import VARIANTS, Variant
 from demo.timing import count_copied_bytes, count_kernels, seconds, time_call
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         for variant_name in names(options.variants, list(EVERY), "variant")
         if is_measured(set_name, variant_name, options.slow, options.device)
     ]
-    console = wide_console()
+    console = Console()
     rows, failures = sweep("optim", pairs, options, console)
     if rows:
         console.print(table(rows))

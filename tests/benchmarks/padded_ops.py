@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
 
 from benchmarks.padded_variants import CASES, VARIANTS, Problem
 from benchmarks.rows import Setting, save
 from benchmarks.side_stream import on_side_stream
 from benchmarks.sweep import names
-from benchmarks.table import figure
+from benchmarks.table import figure, folded
 from demo.timing import synchronize, time_call
 
 FILLS = (0.25, 0.5, 0.75, 1.0)
@@ -147,18 +146,17 @@ def _captured(call: Callable[[], object], device: str) -> Callable[[], object]:
     return replay
 
 
-def table(rows: Sequence[PaddedRow]) -> Table:
+def table(rows: Sequence[PaddedRow]) -> Group:
     """A line a case, fill and mode; a column a variant, as a multiple of the dense op's time."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     setting = rows[0].setting
-    result = Table(title=f"{setting.device}, torch {setting.torch}; ms, and multiples of the dense op's time")
-    for name in ("case", "fill", "mode", *variants):
-        result.add_column(name, justify="left" if name in ("case", "mode") else "right")
+    lines = []
     for case, fill, mode in dict.fromkeys((row.case, row.fill, row.mode) for row in rows):
         cells = {row.variant: row for row in rows if (row.case, row.fill, row.mode) == (case, fill, mode)}
         shown = [_cell(cells[name]) if name in cells else "-" for name in variants]
-        result.add_row(case, f"{fill:.0%}", mode, *shown)
-    return result
+        lines.append([case, f"{fill:.0%}", mode, *shown])
+    title = f"{setting.device}, torch {setting.torch}; ms, and multiples of the dense op's time"
+    return folded(title, ["case", "fill", "mode", *variants], lines, names=3)
 
 
 def _cell(row: PaddedRow) -> str:
@@ -184,8 +182,6 @@ def run(options: argparse.Namespace) -> int:
     variants = names(options.variants, list(VARIANTS), "variant")
     variants = ["dense", *(name for name in variants if name != "dense")]
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[PaddedRow] = []
     for case in cases:
@@ -193,5 +189,6 @@ def run(options: argparse.Namespace) -> int:
             for fill in map(float, options.fills.split(",")):
                 rows += measure(case, fill, mode, variants, options.tiny, options.device)
                 save(rows, options.out / "padded_ops.json")
+                console.print(f"{case}, {mode}, {fill:.0%} filled: {len(variants)} variants", markup=False)
     console.print(table(rows))
     return 0

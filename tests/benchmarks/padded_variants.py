@@ -149,6 +149,7 @@ def _masked(problem: Problem) -> Callable[[], object]:
 
 
 def _compiled(problem: Problem) -> Callable[[], object]:
+    torch.compiler.reset()  # one problem is no recompilation of another
     return problem.run(torch.compile(lambda x: by_hand(problem, x), fullgraph=True), problem.x)
 
 

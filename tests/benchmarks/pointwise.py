@@ -125,5 +125,5 @@ def run(options: argparse.Namespace) -> int:
             row = measure(options.set, name, peer, options.tiny, options.device)
             rows.append(replace(row, copy_percent=100 * row.gbps / copy.gbps))
             save(rows, options.out / "pointwise.json")
-    Console(width=150).print(table(rows))
+    Console().print(table(rows))
     return 0

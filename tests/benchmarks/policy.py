@@ -11,12 +11,11 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
+from rich.console import Console
 from torch import Tensor
 
 from benchmarks.rows import Setting, save
-from benchmarks.sweep import wide_console
-from benchmarks.table import describe, figure
+from benchmarks.table import describe, figure, folded
 from demo.timing import Span, synchronize
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 
@@ -224,12 +223,11 @@ def run(options: argparse.Namespace) -> int:
     rows = measure(losses, variants, options.tiny, options.device, options.repeats)
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "policy.json")
-    shown = Table(title=describe(rows))
-    for name in ("loss", "variant", "ms", "middle half", "peak MiB", "error of dX", "of dW"):
-        shown.add_column(name, justify="left" if name in ("loss", "variant") else "right")
+    lines = []
     for row in rows:
         span = f"{figure(row.low_ms)} to {figure(row.high_ms)}"
         cells = figure(row.step_ms), span, figure(row.peak_mb, 6), figure(row.hidden_error), figure(row.weight_error)
-        shown.add_row(row.loss, row.variant, *cells)
-    wide_console().print(shown)
+        lines.append([row.loss, row.variant, *cells])
+    columns = ["loss", "variant", "ms", "middle half", "peak MiB", "error of dX", "of dW"]
+    Console().print(folded(describe(rows), columns, lines))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from benchmarks.lend import LentRow, lent_table
@@ -12,7 +13,7 @@ from benchmarks.optim import measure, measure_copy
 from benchmarks.processes import MeasurementFailed, run_cold
 from benchmarks.rows import load, to_json
 from benchmarks.sets import specs
-from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep, wide_console
+from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep
 from benchmarks.table import table
 from benchmarks.variants import Step, Variant, as_graph, as_it_is
 
@@ -135,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
         for variant_name in names(options.variants, list(VARIANTS), "variant")
         if is_measured(set_name, variant_name, options.slow, options.device)
     ]
-    console = wide_console()
+    console = Console()
     rows, failures = sweep("static", pairs, options, console)
     if rows:
         console.print(table(rows))

@@ -56,12 +56,6 @@ def sweep(
     return kept + rows, failures
 
 
-def wide_console() -> Console:
-    """A console that is wide enough for every column, in a log too."""
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
-
-
 def add_sweep_arguments(parser: argparse.ArgumentParser, device: str) -> None:
     """Declare the options that `sweep` reads."""
     parser.add_argument("--slow", action="store_true", help="also compile over 1000 tensors, minutes each")

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from rich.console import Group
 from rich.table import Table
 
 from benchmarks.rows import Measured, Row
 
 R = TypeVar("R")
+
+MAX_WIDTH = 80
+"""Columns of a terminal."""
 
 
 def describe(rows: Sequence[Measured]) -> str:
@@ -62,12 +66,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Group:
     """One line a row, sets apart from each other."""
     return in_sections(rows, COLUMNS, describe(rows))
 
 
-def in_sections(rows: Sequence[R], columns: Mapping[str, Callable[[R], str]], title: str) -> Table:
+def in_sections(rows: Sequence[R], columns: Mapping[str, Callable[[R], str]], title: str) -> Group:
     """One line a row; the first two columns hold names, and rows that differ in the first stand apart.
 
     Args:
@@ -75,11 +79,33 @@ def in_sections(rows: Sequence[R], columns: Mapping[str, Callable[[R], str]], ti
         columns: what each column says of a row.
         title: above them.
     """
-    result = Table(title=title)
-    section = next(iter(columns.values()))
-    for number, name in enumerate(columns):
-        result.add_column(name, justify="left" if number < 2 else "right")
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        is_last = following is None or section(following) != section(row)
-        result.add_row(*(cell(row) for cell in columns.values()), end_section=is_last)
-    return result
+    return folded(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def folded(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], names: int = 2) -> Group:
+    """Tables of at most 80 columns: each has the names, and as many of the figures as fit.
+
+    Args:
+        title: above the first.
+        columns: what stands above each column.
+        lines: of cells; those that differ in the first cell stand apart.
+        names: how many columns hold names.
+    """
+    # A cell has a space on each side and a line to its left.
+    widths = [3 + max(len(line[i]) for line in (columns, *lines)) for i in range(len(columns))]
+    room = MAX_WIDTH - 1 - sum(widths[:names])
+    parts: list[list[int]] = [[]]
+    for i in range(names, len(columns)):
+        if sum(widths[j] for j in parts[-1]) + widths[i] > room:
+            parts.append([])
+        parts[-1].append(i)
+    shown: list[Table] = []
+    for part in parts:
+        result = Table(title=None if shown else title)
+        for i in (*range(names), *part):
+            result.add_column(columns[i], justify="left" if i < names else "right", no_wrap=True)
+        for line, following in zip(lines, [*lines[1:], None], strict=True):
+            is_last = following is None or following[0] != line[0]
+            result.add_row(*(line[i] for i in (*range(names), *part)), end_section=is_last)
+        shown.append(result)
+    return Group(*shown)

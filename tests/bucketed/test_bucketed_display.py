@@ -119,6 +119,7 @@ def test_explain_describes_dims_policies_statistics_and_reports(run: Bucketed) -
 def test_buckets_of_lengths_are_drawn_with_their_waste() -> None:
     figure = st.plot_buckets(torch.tensor([10, 10, 30]), 20)
     axes, waste = figure.axes
+    assert figure._repr_png_().startswith(b"\x89PNG")  # notebooks show it without pyplot
     assert axes.get_title() == "3 sizes in 2 buckets, 38% waste"
     assert sorted(line.get_xdata()[0] for line in axes.lines) == [20, 40]
     assert list(waste.lines[0].get_ydata()) == [0.5, 0.25, 0.25]

@@ -58,6 +58,7 @@ def test_a_program_that_reads_values_on_the_host_is_not_replayed(
         reads = {"torch.Tensor.numpy": "torch.Tensor.cpu"}.get(name, name)
         assert all(reason.startswith(f"{reads} reads values on the host") for reason in stats.fallbacks)
         assert all(f"{__file__}:" in reason for reason in stats.fallbacks)
+        assert all("keep it on the device" in reason for reason in stats.fallbacks)
 
 
 WITHOUT: dict[str, Callable[[Tensor], Tensor]] = {

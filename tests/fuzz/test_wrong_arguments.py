@@ -80,7 +80,11 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "the dims of argument 0 are {dimension",
     ),
     # PaddedTensor.
-    "pad on None": (lambda: st.pad(X, None), TypeError, "dims are {dim: st.Dim(...)}, got None"),
+    "pad on None": (
+        lambda: st.pad(X, None),
+        TypeError,
+        "dims are {dim: st.Dim(...)}, such as st.pad(x, {1: seq}); got None",
+    ),
     "pad on a Dim alone": (lambda: st.pad(X, N), TypeError, "dims say which dim is padded on which st.Dim: {dim: n}"),
     "pad of a nested tensor": (
         lambda: st.pad(value("strided nested"), {0: N}),
