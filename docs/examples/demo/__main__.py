@@ -45,7 +45,14 @@ def demo(plan: Plan, figure: Path, console: Console) -> list[Run]:
     ]
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("steps of all variants", total=plan.steps, loss=float("nan"))
-        runs = compare(plan, lambda loss: progress.update(task, advance=1, loss=loss))
+
+        def show(loss: float) -> None:
+            progress.update(task, advance=1, loss=loss)
+            done = int(progress.tasks[0].completed)
+            if not console.is_terminal and done % max(plan.steps // 10, 1) == 0:  # which shows the bar at the end alone
+                console.print(f"step {done} of {plan.steps}: loss {loss:.3f}")
+
+        runs = compare(plan, show)
     console.print(table(runs, plan))
     plot(runs, plan, figure)
     console.print(f"plot: {figure}")
