@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -98,18 +97,9 @@ def by_name(rule: Callable[..., PyTree], op: OpOverload) -> Callable[[PyTree], P
     taken = argument_names(rule, op, skipped=1)
     if not taken:
         return rule
-    parameters = [*inspect.signature(rule).parameters][1 : len(taken) + 1]
-    given = [name for _, name in taken]
-    if parameters == [parameter for parameter, _ in taken]:
 
-        def by_position(call: PyTree) -> PyTree:
-            arguments: Kwargs = call.arguments
-            return rule(call, *[arguments[name] for name in given])
-
-        return functools.update_wrapper(by_position, rule)
-
-    def by_keyword(call: PyTree) -> PyTree:
+    def bound(call: PyTree) -> PyTree:
         arguments: Kwargs = call.arguments
         return rule(call, **{parameter: arguments[name] for parameter, name in taken})
 
-    return functools.update_wrapper(by_keyword, rule)
+    return functools.update_wrapper(bound, rule)

@@ -27,6 +27,7 @@ import contextlib
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 
@@ -100,8 +101,10 @@ class CallFrame:
         """Results without a padded dim that share an argument's memory."""
         self.has_views = False
         """True if a result is a view."""
-        self.ops: list[tuple[OpOverload, Args, Kwargs, PyTree]] = []
-        """The ops that it ran, with their arguments and results."""
+        self.count = 0
+        """The number of ops that it ran; one that writes to an argument counts twice."""
+        self.op: tuple[OpOverload, Args, Kwargs, list[weakref.ref[Tensor]]] | None = None
+        """The only op, with its arguments and results: torch copies the result of a factory that is referenced."""
 
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
@@ -150,7 +153,8 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     name = getattr(func, "__name__", "")
     if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
         return run_backward(func, args, kwargs)
-    if name in _WRAPPER_FUNCTIONS or (name in ("__get__", "__set__", "__delete__") and not _gives_tensor(func)):
+    is_attribute = name in ("__get__", "__set__", "__delete__") and _attribute(func) not in _TENSOR_ATTRIBUTES
+    if is_attribute or name in _WRAPPER_FUNCTIONS:
         if name == "__get__" and _attribute(func) == "layout":
             # The caller is two frames up, past `__torch_function__`.
             decomposable.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
@@ -215,10 +219,6 @@ def _attribute(func: object) -> str:
     return name
 
 
-def _gives_tensor(func: object) -> bool:
-    return _attribute(func) in _TENSOR_ATTRIBUTES
-
-
 def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     if isinstance(func, FunctionType):
         decomposable.check_function(func, args, kwargs)
@@ -246,16 +246,16 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
 
 def _learn(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, frame: CallFrame, out: PyTree) -> None:
     """Repeat this call by its rule next time, if it is one op that writes to nothing."""
-    if not frame.ops or dispatcher.is_intercepted():
+    if not frame.count or dispatcher.is_intercepted():
         return
-    op, *arguments, found = frame.ops[0]
-    outs, results = ([*x] if isinstance(x, tuple | list) else [x] for x in (out, found))
-    is_single = len(frame.ops) == 1 and len(outs) == len(results) and all(isinstance(x, PaddedTensor) for x in outs)
-    if is_single and all(x is y for x, y in zip(outs, results, strict=True)):
-        given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
-        fast_path.learn(func, args, kwargs, (op, *given), type(out))
-    else:
-        fast_path.learn(func, args, kwargs, None)
+    outs = [*out] if isinstance(out, tuple | list) else [out]
+    if frame.op is not None and len(outs) == len(frame.op[3]):
+        op, *arguments, found = frame.op
+        if all(isinstance(x, PaddedTensor) and x is y() for x, y in zip(outs, found, strict=True)):
+            given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
+            fast_path.learn(func, args, kwargs, (op, *given), type(out))
+            return
+    fast_path.learn(func, args, kwargs, None)
 
 
 def _run_script(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -292,7 +292,8 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
         with dispatcher.restored_dispatch_keys(frame.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
             writes = is_in_place(op) or functional_form(op) is not op
             out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs)
-            frame.ops += [(op, args, kwargs, out)] * (2 if writes else 1)
+            frame.count += 2 if writes else 1
+            frame.op = None if frame.count > 1 else (op, args, kwargs, [*map(weakref.ref, tree_find(Tensor, out))])
             return out
     except decomposable.MustDecompose:
         pass
