@@ -18,7 +18,7 @@ from subtensors.optim.optimizer import Optimizer
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
-class _LossConfig(Protocol):
+class _TitanLossConfig(Protocol):
     """The fields of the loss's configuration."""
 
     loss_fn: _Buildable
@@ -37,7 +37,7 @@ class ChunkedLoss:
         compile_config: not used: what is compiled can't be chunked.
     """
 
-    def __init__(self, config: _LossConfig, *, compile_config: object = None) -> None:
+    def __init__(self, config: _TitanLossConfig, *, compile_config: object = None) -> None:
         self.loss_fn = config.loss_fn.build(compile_config=None)
         self.division = config.division
         self.lm_head: nn.Module | None = None  # set by the trainer
