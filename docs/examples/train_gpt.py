@@ -77,7 +77,7 @@ class Plan:
 
 
 PLANS = {
-    "cpu": Plan(Size(layers=4, width=128, heads=4, context=256), batch=8, steps=120, device="cpu", learning_rate=1e-3),
+    "cpu": Plan(Size(layers=4, width=128, heads=4, context=128), batch=8, steps=120, device="cpu", learning_rate=1e-3),
     "cuda": Plan(
         Size(layers=12, width=768, heads=12, context=512), batch=32, steps=300, device="cuda", learning_rate=3e-4
     ),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pretend_graphs import pretend
 from torch import Tensor
 
 import subtensors as st
@@ -43,6 +44,20 @@ def test_cycles_whose_memory_is_lent_are_bit_by_bit_those_that_keep_it() -> None
     parameters = sum(p.nbytes for p in lending.model.parameters())
     assert len(lent) == CYCLES
     assert min(lent) >= 3 * parameters  # and two moments
+
+
+def test_graphs_of_the_generation_outlive_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, trained=True)
+    job = Job(PLAN)
+    job.run = st.bucketed(job.model, {"input_ids": {1: st.Dim("seq", max=96, buckets=8)}})
+    replays = []
+    for _ in range(CYCLES):
+        job.cycle(lambda size: size)
+        stats = job.run.programs["decoder"].stats()
+        assert (stats.recaptures, stats.fallbacks, job.run.stats().fallbacks) == (0, {}, {})
+        assert stats.hits + stats.captures == stats.calls
+        replays.append(stats.hits)
+    assert 0 < replays[0] < replays[1] < replays[2]
 
 
 def test_another_bit_changes_the_digest() -> None:
