@@ -93,7 +93,14 @@ def test_a_second_plain_run_differs_by_rounding_and_the_table_says_how_much(runs
     plain, reordered, _ = runs
     spread = largest_loss_difference(reordered, plain)
     assert 0 < spread < 1e-3
-    assert f"differ by {spread:.1e}: that much is rounding" in " ".join(shown(runs, SMALL).split())
+    assert f"differ by {spread:.1e}, by rounding alone" in " ".join(shown(runs, SMALL).split())
+
+
+def test_on_a_cpu_each_loss_is_held_against_float64(runs: list[Run]) -> None:
+    plain, _, ours = (max(run.errors) for run in runs)
+    assert [len(run.errors) for run in runs] == [SMALL.steps] * 3
+    assert 0 < ours <= 1.5 * plain + torch.finfo(torch.float32).eps * max(runs[0].losses)
+    assert f"{plain:.1e}" in next(line for line in shown(runs, SMALL).splitlines() if "to float64" in line)
 
 
 def test_a_chunked_loss_holds_no_logits(runs: list[Run]) -> None:

@@ -66,6 +66,7 @@ class Run:
         name: of the variant.
         training: the variant.
         losses: one a step, in nats a token.
+        errors: how far each loss is from that of a plain training in float64; on a CPU alone.
         first_step_ms: the first whole step, with the state it makes and what it compiles.
         step_ms: each later step: batch, forward, backward, optimizer.
         optimizer_ms: the optimizer's part of each of them.
@@ -78,6 +79,7 @@ class Run:
     name: str
     training: Training
     losses: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
     first_step_ms: float = 0.0
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
@@ -133,10 +135,15 @@ def compare(plan: Plan, on_step: Callable[[float], None] = lambda loss: None) ->
     peaks = {name: memory_alone(make, plan) for name, make in made.items()}
     gc.collect()
     runs = [Run(name, make(), peak_mb=peaks[name]) for name, make in made.items()]
+    exact = Training(dataclasses.replace(plan, dtype=torch.float64), data, ours=False) if plan.device == "cpu" else None
     order = random.Random(plan.seed)
     for _ in range(plan.steps):
         for run in order.sample(runs, len(runs)):
             run.step()
+        if exact is not None:
+            truth = exact.step()
+            for run in runs:
+                run.errors.append(abs(run.losses[-1] - truth))
         on_step(runs[0].losses[-1])
     for run in runs:
         optimizer = run.training.optimizer
