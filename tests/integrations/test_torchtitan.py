@@ -19,8 +19,9 @@ with warnings.catch_warnings():
         "torchtitan.components.loss", reason="needs the package torchtitan", exc_type=ImportError
     )
     from torchtitan.components import optimizer as optimizers
+import torchtitan_components as titan
+
 pytestmark = [pytest.mark.filterwarnings("ignore")]
-titan = st.integrations.torchtitan
 
 VOCABULARY, WIDTH, STEPS = 199, 16, 4
 

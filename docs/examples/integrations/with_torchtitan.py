@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import subtensors as st
+from torchtitan_components import loss as chunked_loss
+from torchtitan_components import optimizer as optimizer_of
 
 
 class Decoder(nn.Module):
@@ -35,8 +36,8 @@ class Decoder(nn.Module):
 def main() -> None:
     """Train for some steps, and go on from the container's state."""
     torch.manual_seed(0)
-    loss_config: Any = st.integrations.torchtitan.loss(memory_limit="1MiB")
-    optimizer_config: Any = st.integrations.torchtitan.optimizer("adamw", lr=1e-2, max_norm=1.0)
+    loss_config: Any = chunked_loss(memory_limit="1MiB")
+    optimizer_config: Any = optimizer_of("adamw", lr=1e-2, max_norm=1.0)
 
     model = Decoder()
     loss = loss_config.build(compile_config=None)

@@ -108,8 +108,7 @@ def loss(loss_fn: object = None, **division: object) -> object:
         TypeError, ValueError: see `st.chunk`.
 
     Example:
-        >>> import subtensors as st
-        >>> st.integrations.torchtitan.loss(row=1)
+        >>> loss(row=1)
         Traceback (most recent call last):
         ...
         TypeError: ... unexpected keyword argument 'row'
@@ -136,8 +135,7 @@ def optimizer(name: str = "adamw", *, param_groups: object = None, **options: ob
         ValueError: an unknown name.
 
     Example:
-        >>> import subtensors as st
-        >>> st.integrations.torchtitan.optimizer("adamx")
+        >>> optimizer("adamx")
         Traceback (most recent call last):
         ...
         ValueError: optimizer_name is one of ...; got 'adamx'
