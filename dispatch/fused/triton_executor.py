@@ -17,7 +17,6 @@ from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves,
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
-    ImmutableColumns,
     addresses_of,
     is_fixed,
     written_overlap,
@@ -42,9 +41,8 @@ _requires_grad = attrgetter("requires_grad")
 class PointerTable:
     """A pointer table for one set of addresses."""
 
-    fixed: ImmutableColumns
-    addresses: list[list[int]]
-    """The addresses of the tensors of the other columns; an empty list for a fixed one."""
+    addresses: list[Sequence[object]]
+    """What `addresses_of` reads of each column; nothing of a parameter on the host."""
     table: Tensor
     address: int
     """The address of `table`."""
@@ -249,7 +247,7 @@ class TritonExecutor(Executor):
         for host in self.hosts:
             addresses[host] = []
         for position, pointer_table in enumerate(self.tables):
-            if pointer_table.addresses == addresses and pointer_table.fixed.matches(columns):
+            if pointer_table.addresses == addresses:
                 # A guard returns the same list objects each time, and those compare by identity.
                 pointer_table.addresses = addresses
                 if position:
@@ -258,15 +256,11 @@ class TritonExecutor(Executor):
                     graph_lifetime.keep_with_graph((self, pointer_table))
                 return pointer_table
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        nowhere = [0] * self.grid.count
-        pointers = [
-            nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
-        ]
         overlaps = written_overlap(columns, self.trace.program.stores)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
-        table = self.grid.table(pointers)
-        pointer_table = PointerTable(ImmutableColumns(columns), addresses, table, table.data_ptr(), overlaps)
+        table = self.grid.table(self._pointers(columns))
+        pointer_table = PointerTable(addresses, table, table.data_ptr(), overlaps)
         self.tables_built += 1
         if is_capturing:
             # The table is filled at replay, so no eager call may use it.
@@ -275,6 +269,10 @@ class TritonExecutor(Executor):
         self.tables.insert(0, pointer_table)
         del self.tables[self.MAX_TABLES :]
         return pointer_table
+
+    def _pointers(self, columns: Columns) -> list[list[int]]:
+        nowhere = [0] * self.grid.count
+        return [nowhere if i in self.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)]
 
     def is_capturing(self) -> bool:
         """Return whether this call is being captured into a CUDA graph rather than run."""
@@ -301,7 +299,7 @@ class TritonExecutor(Executor):
         """Describe the kernels, and how many tensors they read and write in a slower way."""
         if not self.copies and written_overlap(columns, self.trace.program.stores):
             return self.fallback.describe()
-        pointers = [[0] * self.grid.count if i in self.hosts else addresses_of(c) for i, c in enumerate(columns)]
+        pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
         note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
         return self.describe() + (note if masked else "")

@@ -18,7 +18,7 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressGuard, AddressLayoutGuard, MetadataGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
@@ -68,12 +68,12 @@ class CapturedStep:
         self.modes = _modes()
         self.read_values = updater.function.read_values()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_guard = AddressLayoutGuard(self.params)
+        self.param_guard = AddressSnapshot(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
-        self.state_guard = AddressGuard(self.state)
+        self.state_guard = AddressSnapshot(self.state, with_layout=False)
         own = _present(gradients)
-        self.gradient_guard = AddressLayoutGuard(own)
-        self.gradient_metadata = MetadataGuard(own)
+        self.gradient_guard = AddressSnapshot(own)
+        self.gradient_metadata = LayoutSnapshot(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
         self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [options_of(group) for group in groups]
@@ -171,13 +171,8 @@ class CapturedStep:
 
     def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
-        if (index := self.param_guard.first_changed(self.params)) is not None:
-            return f"parameter {index} of the step"
-        if not self.param_guard.matches(self.params):
-            return "the layout of a parameter"
-        if (index := self.state_guard.first_changed(self.state)) is not None:
-            return f"state tensor {index} of the step"
-        return ""
+        params = self.param_guard.changed(self.params, "parameter")
+        return params or self.state_guard.changed(self.state, "state tensor")
 
     def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
@@ -249,7 +244,7 @@ class CapturedStep:
         if has_moved and self.has_other_ops and self.recording is not None:
             return CONSTANT_GRADIENT
         if has_moved:
-            guard = AddressLayoutGuard(own)
+            guard = AddressSnapshot(own)
             if self.recording is not None and not self.recording.move(guard.addresses):
                 return "a gradient shares memory with what the step writes"
             self.gradient_guard = guard

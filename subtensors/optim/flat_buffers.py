@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch.graphs.guards import AddressLayoutGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
@@ -86,7 +86,7 @@ class FlatBuffers:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
-        self._gradient_guard = AddressLayoutGuard(list(map(_gradient, self.params)) if self._are_few else [])
+        self._gradient_guard = AddressSnapshot(list(map(_gradient, self.params)) if self._are_few else [])
         self._gradient_ends = list(map(_gradient, self._ends))
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class FlatBuffers:
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._version)
-        self._guard = AddressLayoutGuard(self.params if self._are_few else [])
+        self._guard = AddressSnapshot(self.params if self._are_few else [])
         self._stamp = self._version.stamp
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()

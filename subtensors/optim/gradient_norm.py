@@ -19,7 +19,7 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.guards import AddressGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot
 from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
@@ -117,7 +117,7 @@ class _Sweep:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
         self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
-        self._guard: AddressGuard | None = None
+        self._guard: AddressSnapshot | None = None
         self._table = total
         self._stream = 0
         """The stream of the last eager call."""
@@ -155,7 +155,7 @@ class _Sweep:
         is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
         guard, table = self._guard, self._table
         if guard is None or not guard.matches(own):
-            guard = AddressGuard(own)
+            guard = AddressSnapshot(own, with_layout=False)
             table = to_device(self.grid.rows([guard.addresses]), self.device)
         self._copies = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:

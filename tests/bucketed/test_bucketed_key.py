@@ -83,3 +83,37 @@ def test_a_key_of_ever_new_values_ends_without_further_graphs(device: str) -> No
     for step in range(130):
         torch.testing.assert_close(run(x), x.sum(0) + step)
     assert run.stats().fallbacks == {"key had 128 values, each with graphs of its own: give a tensor, or max_graphs": 2}
+
+
+ALIKE = {"int and float": (1, 1.0), "bool and int": (True, 1), "signs of zero": (0.0, -0.0)}
+"""Values that Python finds equal, and with which a program computes other dtypes or numbers."""
+
+
+def scaled(x: Tensor, scale: complex) -> tuple[Tensor, Tensor]:
+    """Return what shows the type and the sign of a scale."""
+    return x.bool() * scale, 1 / (x * scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("kind", ["key", "argument", "attribute"])
+def test_equal_values_of_other_types_and_signs_are_other_graphs(
+    kind: str, values: tuple[complex, complex], device: str
+) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = values[0]
+
+        def forward(self, x: Tensor, settings: object = None) -> tuple[Tensor, Tensor]:
+            return scaled(x, settings.scale if isinstance(settings, Settings) else self.scale)
+
+    net, settings = Scaled(), Settings(1.0)
+    run = st.bucketed(net, DIMS, key=settings if kind == "key" else None, check=False)
+    x = torch.arange(10, device=device).reshape(5, 2)
+    more = (settings,) if kind == "argument" else ()
+    for value in (*values, *values):
+        settings.scale = value  # type: ignore[assignment]
+        if kind != "argument":
+            net.scale = value
+        torch.testing.assert_close(run(x, *more), net(x, *more), rtol=0, atol=0)

@@ -13,7 +13,7 @@ from bucketed_rows import DIMS, SEQ, assert_same, rows
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state.reachable_state import ReachableState
+from subtensors.bucketed.reachable_state import ReachableState
 
 pytestmark = pytest.mark.usefixtures("captured")
 

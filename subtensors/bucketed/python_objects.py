@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.state.reachable_state import slots_of
+from subtensors.bucketed.reachable_state import slots_of
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
