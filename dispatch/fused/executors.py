@@ -23,8 +23,8 @@ from subtensors.dispatch.fused.tensor_columns import (
     written_overlap,
 )
 from subtensors.dispatch.fused.trace import Returned, Trace
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
 

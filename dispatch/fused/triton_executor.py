@@ -22,9 +22,8 @@ from subtensors.dispatch.fused.tensor_columns import (
     written_overlap,
 )
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable, current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
 from subtensors.kernels.fused.program import Shape
@@ -52,7 +51,7 @@ class PointerTable:
     """By stream, the bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
 
-class TritonExecutor(Executor):
+class TritonExecutor(Recordable, Executor):
     """The traced program as Triton kernels over a pointer table.
 
     Args:
@@ -181,10 +180,10 @@ class TritonExecutor(Executor):
             scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
-            scalars = self._scalars(table, [*values, *hosts], is_capturing)
+            scalars = self._scalars(table, [*values, *hosts], is_capturing).data_ptr()
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        self.grid.launch(table.address, scalars, seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -215,10 +214,6 @@ class TritonExecutor(Executor):
     def new_arenas(self) -> list[Tensor]:
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
-
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """Return None: no other launch follows in this one."""
-        return None
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:

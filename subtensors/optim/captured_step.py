@@ -17,9 +17,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
 from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
@@ -59,6 +59,8 @@ class CapturedStep:
         updater = optimizer._updater
         groups = optimizer.param_groups
         self.recording: Recording | None = None
+        self._sources: list[object] = [(id(optimizer), index) for index in range(len(groups))]
+        """The source of each group's numbers in the recording."""
         self.reason = ""
         """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
         batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, i, own)]
@@ -151,18 +153,18 @@ class CapturedStep:
 
     def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
-        assert isinstance(launch.source, int)
-        group = optimizer.param_groups[launch.source]
+        index = self._sources.index(launch.source)
+        group = optimizer.param_groups[index]
         _, numbers, hosts = step_signature(optimizer._updater, group, self.device)
         if self.has_other_ops:
-            launch.number_indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+            launch.indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
         else:
-            launch.number_indices = [*range(len(numbers))]
+            launch.indices = [*range(len(numbers))]
             if launch.numbers != numbers:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.constants[launch.source] -= set(launch.number_indices)
+        self.constants[index] -= set(launch.indices)
 
     def __repr__(self) -> str:
         launches = "eager" if self.recording is None else f"{len(self.recording.launches)} launches"
@@ -231,7 +233,7 @@ class CapturedStep:
         if self.recording is not None:
             if any(numbers[i] != self.numbers[index][i] for i in self.constants[index]):
                 return CONSTANT_NUMBER
-            self.recording.set_numbers(index, numbers, hosts)
+            self.recording.set_numbers(self._sources[index], numbers, hosts)
         self.options[index] = options
         self.values[index] = list(group.values()) if are_immutable else []
         return ""

@@ -9,7 +9,7 @@ further kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import TypeVar
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressSnapshot
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
@@ -103,15 +103,10 @@ class GradientNorm:
         return None
 
 
-class _Sweep:
+class _Sweep(Recordable):
     """The kernel over the gradients of some batches, with their last addresses; a recording takes its launches."""
 
-    scalars: Sequence[Callable[[Sequence[float]], float]] = ()
-    kinds: Sequence[type[float] | type[int]] = ()
-    hosts: Sequence[int] = ()
-    observed: frozenset[int] = frozenset()
-    stores: Mapping[int, int] = {}
-    is_seeded = False
+    grid: GradNormGrid
 
     def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
         self.batches, self.seed, self.device = batches, total, total.device
@@ -133,10 +128,6 @@ class _Sweep:
             and total is self.seed
             and [g.dtype for g in gradients] == self.dtypes
         )
-
-    def new_arenas(self) -> list[Tensor]:
-        """An empty list: the sum has memory of its own."""
-        return []
 
     def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
         """The launch of a recording, if the next one may be merged with it; else None."""
