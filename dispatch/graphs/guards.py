@@ -1,4 +1,4 @@
-"""Snapshots of what a launch or a graph was made for: is it still what it was?
+"""Snapshots of what a launch or a graph was made for, to be compared with what there is now.
 
 A captured graph holds addresses and Python values as constants, a cached launch a table of pointers. Whoever repeats
 one keeps snapshots of these and compares them first, in the cheapest tier that its promises allow:
@@ -26,6 +26,7 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -234,7 +235,7 @@ class Writes:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Kinds of values that Python code computes with, or decides by."""
+"""Types of values that Python code computes with, or decides by."""
 
 
 def is_plain(x: object) -> bool:
@@ -251,6 +252,8 @@ def exact(x: object) -> tuple[object, ...]:
     (False, False, True)
     """
     kind = type(x)
+    if isinstance(x, np.generic):
+        return kind, x.tobytes()
     if isinstance(x, float):
         return kind, x.hex()
     if isinstance(x, complex):

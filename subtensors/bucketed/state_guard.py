@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from subtensors.bucketed.reachable_state import ReachableState
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
-from subtensors.dispatch.graphs.guards import TensorSnapshot, ValueSnapshot, are_same, is_plain
+from subtensors.dispatch.graphs.guards import TensorSnapshot, ValueSnapshot, are_same, exact, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.optim.accumulation import accumulates
 from subtensors.optim.captured_step import step_signature
@@ -239,11 +239,20 @@ class Optimizers:
 
 
 def _options(opt: torch.optim.Optimizer, group: _Group) -> list[object]:
-    """Return the options of a group that a graph holds as constants; tensors by their addresses."""
+    """Return the options of a group that a graph holds as constants; tensors that it reads live by their addresses."""
+    device = group["params"][0].device
     if isinstance(opt, Optimizer) and opt._updater.is_fused:
-        return list(step_signature(opt._updater, group, group["params"][0].device)[0])
-    values = [(name, value) for name, value in group.items() if name not in ("params", "initial_lr")]
-    return [(name, value.data_ptr() if isinstance(value, Tensor) else value) for name, value in values]
+        return list(step_signature(opt._updater, group, device)[0])
+    return [
+        (name, exact(value) if not isinstance(value, Tensor) else _constant(value, device))
+        for name, value in group.items()
+        if name not in ("params", "initial_lr")
+    ]
+
+
+def _constant(option: Tensor, device: torch.device) -> object:
+    """Return what a graph on a device holds of an option: its address or, of a tensor on the host, its values."""
+    return option.data_ptr() if option.device.type == device.type else option.tolist()
 
 
 def _all_values(dicts: Iterable[dict[str, Any]]) -> list[Any]:

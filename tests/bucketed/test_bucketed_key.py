@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bucketed_rows import DIMS, rows
@@ -85,8 +87,19 @@ def test_a_key_of_ever_new_values_ends_without_further_graphs(device: str) -> No
     assert run.stats().fallbacks == {"key had 128 values, each with graphs of its own: give a tensor, or max_graphs": 2}
 
 
-ALIKE = {"int and float": (1, 1.0), "bool and int": (True, 1), "signs of zero": (0.0, -0.0)}
-"""Values that Python finds equal, and with which a program computes other dtypes or numbers."""
+class Power(IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+ALIKE: dict[str, tuple[complex, complex]] = {
+    "int and float": (1, 1.0),
+    "bool and int": (True, 1),
+    "signs of zero": (0.0, -0.0),
+    "numbers of NumPy": (np.float64(1.0), np.float64(2.0)),
+    "members of an enum": (Power.ONE, Power.TWO),
+}
+"""Values with which a program computes other dtypes or numbers; the first three pairs are equal in Python."""
 
 
 def scaled(x: Tensor, scale: complex) -> tuple[Tensor, Tensor]:
@@ -97,7 +110,7 @@ def scaled(x: Tensor, scale: complex) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
 @pytest.mark.parametrize("kind", ["key", "argument", "attribute"])
-def test_equal_values_of_other_types_and_signs_are_other_graphs(
+def test_values_that_compute_something_else_have_other_graphs(
     kind: str, values: tuple[complex, complex], device: str
 ) -> None:
     class Scaled(torch.nn.Module):
