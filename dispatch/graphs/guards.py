@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode
 from subtensors.dispatch.torch_internals.requires import requires
 
 TENSOR_PROPERTIES: dict[str, Callable[[Tensor], object]] = {
@@ -48,6 +50,19 @@ _MAX_MODES = 4
 
 _layout = attrgetter("layout")
 _have_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def why_not_replayable() -> str:
+    """Return the reason why no graph can be replayed in the current context; "" if one can."""
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    if is_transforming():
+        return "it is inside a transform of torch.func, or forward-mode differentiation"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "it is part of a graph that is being captured"
+    if has_dispatch_mode():
+        return "a dispatch mode is around it, which is to see each op"
+    return ""
 
 
 def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
@@ -288,8 +303,9 @@ class ValueSnapshot:
     def _watch(self, dicts: list[tuple[dict[str, Any], list[str]]]) -> None:
         self._dicts = dicts
         # Read dict by dict in half the time of one by one; two names at least give a tuple.
-        self._readers = [(itemgetter(*names, names[0]), d) for d, names in dicts]
-        self._places = [(id(d), name) for d, names in dicts for name in (*names, names[0])]
+        pairs = [(d, names if len(names) > 1 else names * 2) for d, names in dicts]
+        self._readers = [(itemgetter(*names), d) for d, names in pairs]
+        self._places = [(id(d), name) for d, names in pairs for name in names]
 
     def changed(self, key: object = None) -> str:
         """Return the name of the first value that changed; "" if nothing did.
@@ -298,12 +314,14 @@ class ValueSnapshot:
             key: calls with another one have values of their own.
         """
         try:
-            now = list(chain.from_iterable([get(d) for get, d in self._readers]))
+            rows = [get(d) for get, d in self._readers]
         except KeyError as error:  # a name was removed
             return str(error.args[0])
-        before = self._snapshots.setdefault(key, now)
-        if all(map(is_, now, before)):
+        before = self._snapshots.get(key)
+        if before is not None and all(map(is_, chain.from_iterable(rows), before)):
             return ""
+        now = list(chain.from_iterable(rows))
+        before = now if before is None else before
         for (_, name), x, y in zip(self._places, now, before, strict=True):
             if x is not y and not _compute_the_same(x, y):
                 return name

@@ -26,8 +26,7 @@ from subtensors.bucketed.python_objects import (
 )
 from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import dispatcher, ops
-from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.static.static_tensor import StaticAddressTensor
 
@@ -253,14 +252,3 @@ def _is_filled(cell: types.CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def why_not_replayable() -> str:
-    """Return the reason why no graph can be replayed in the current context, or "" if one can."""
-    if is_transforming():
-        return "it is inside a transform of torch.func, or forward-mode differentiation"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "it is part of a graph that is being captured"
-    if dispatcher.has_dispatch_mode():
-        return "a dispatch mode is around it, which is to see each op"
-    return ""

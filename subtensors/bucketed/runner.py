@@ -46,7 +46,6 @@ from subtensors.bucketed.call_key import (
     leaf_key,
     shared_key,
     sizes_sharing,
-    why_not_replayable,
 )
 from subtensors.bucketed.call_spec import CallSpec, inside_program
 from subtensors.bucketed.check import Checker, CheckReport, Schedule
@@ -59,6 +58,7 @@ from subtensors.bucketed.program_state import State
 from subtensors.bucketed.side_effects import restore_all
 from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo

@@ -12,11 +12,11 @@ they are tensors on the device.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import itemgetter, methodcaller
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from subtensors.optim.optimizer import Optimizer
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module holds its hooks."""
+
+T = TypeVar("T")
 
 _VALUES = methodcaller("values")
 _TRAINING = itemgetter("training")
@@ -57,9 +59,10 @@ class StateGuard:
         """Tensors that no module registers."""
         self.optimizers = Optimizers([x for x in parts if isinstance(x, torch.optim.Optimizer)])
         self._locations = reachable.locations
-        self._tensor_dicts: list[dict[str, Any]] = [d for m in self.modules for d in (m._parameters, m._buffers) if d]
-        self._module_dicts: list[dict[str, Any]] = [m._modules for m in self.modules if m._modules]
-        self._registered, self._children = _all_values(self._tensor_dicts), _all_values(self._module_dicts)
+        # Live views of the dicts, since asking each dict for its values takes longer than to compare them.
+        self._tensor_views = [_live_values(d) for m in self.modules for d in (m._parameters, m._buffers) if d]
+        self._module_views = [_live_values(m._modules) for m in self.modules if m._modules]
+        self._registered, self._children = _chained(self._tensor_views), _chained(self._module_views)
         self._attributes = [vars(m) for m in self.modules if "training" in vars(m)]
         self._scripted = [m for m in self.modules if "training" not in vars(m)]
         self._training_flags = {self.training(): self._all_training_flags()}
@@ -78,7 +81,7 @@ class StateGuard:
 
     def tensors(self) -> list[Tensor]:
         """Return the current parameters, buffers and tensors that the program closes over."""
-        return [t for t in _all_values(self._tensor_dicts) if t is not None] + self.closed_over
+        return [t for t in _chained(self._tensor_views) if t is not None] + self.closed_over
 
     def training(self) -> tuple[bool, ...]:
         """Return for each outermost module whether it is in training mode."""
@@ -106,13 +109,13 @@ class StateGuard:
 
     def first_change(self) -> str:
         """Return what changed since the snapshot, in words; "" if nothing did."""
-        registered = _all_values(self._tensor_dicts)
+        registered = _chained(self._tensor_views)
         if not are_same(registered, self._registered) or not self._snapshot.matches(self.distinct_tensors):
             return self._first_tensor_change()
         for location, value in self._locations:
             if location.now() is not value:
                 return f"{location.name} was replaced"
-        if not are_same(_all_values(self._module_dicts), self._children):
+        if not are_same(_chained(self._module_views), self._children):
             return "a module was replaced"
         flags = self._all_training_flags()
         if self._training_flags.setdefault(self.training(), flags) != flags:
@@ -148,7 +151,7 @@ class StateGuard:
                 self._hook_ids = self._present_hook_ids()
 
     def _present_hook_ids(self) -> list[int]:
-        return list(chain.from_iterable(self._hooks)) if any(self._hooks) else []
+        return _chained(self._hooks) if any(self._hooks) else []
 
 
 class Optimizers:
@@ -196,7 +199,7 @@ class Optimizers:
                 group.update({name: x for name, x in options.items() if group.get(name) is not x})
 
     def _entries(self) -> list[Any]:
-        return _all_values(chain.from_iterable(opt.state.values() for opt in self.found))
+        return _chained(map(_VALUES, _chained(opt.state.values() for opt in self.found)))
 
     def first_change(self) -> str:
         """Return what changed since the snapshot, in words; "" if nothing did."""
@@ -255,8 +258,23 @@ def _constant(option: Tensor, device: torch.device) -> object:
     return option.data_ptr() if option.device.type == device.type else option.tolist()
 
 
-def _all_values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(_VALUES, dicts)))
+class _ScriptedValues:
+    """The values of a scripted module's dict, read anew whenever they are iterated over."""
+
+    def __init__(self, scripted: Mapping[str, object]) -> None:
+        self._scripted = scripted
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._scripted.values())
+
+
+def _live_values(d: Mapping[str, Any]) -> Iterable[Any]:
+    """Return a view of the values of a module's dict as they are whenever it is iterated over."""
+    return d.values() if isinstance(d, dict) else _ScriptedValues(d)
+
+
+def _chained(parts: Iterable[Iterable[T]]) -> list[T]:
+    return list(chain.from_iterable(parts))
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
-from subtensors.optim.batches import GroupBatches, indices_without_gradient, is_immutable
+from subtensors.optim.batches import Batch, GroupBatches, indices_without_gradient, is_immutable
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import needed_entries
 from subtensors.optim.step import SteppedOptimizer, Updater
@@ -31,8 +31,20 @@ from subtensors.optim.step import SteppedOptimizer, Updater
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
 
+_SCALES = ("grad_scale", "found_inf")
+
 CONSTANT_NUMBER = "a number changed that is a constant of this optimizer's graph"
 CONSTANT_GRADIENT = "a gradient moved whose address is a constant of this optimizer's graph"
+CONSTANTS = (
+    "state was added or replaced",
+    "a parameter group was added or removed",
+    "a mode of torch changed",
+    "a value changed that update reads besides its arguments",
+    "the current stream changed",
+    *["a loss scale was added or removed"] * len(_SCALES),
+)
+"""The reasons to give where one of a recording's constants changed."""
+
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
@@ -67,8 +79,6 @@ class CapturedStep:
         self.batches = batches
         self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
         self.stamp = optimizer.state.version.stamp
-        self.modes = _modes()
-        self.read_values = updater.function.read_values()
         self.params = [p for batch in batches for p in batch.params]
         self.param_guard = AddressSnapshot(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
@@ -77,13 +87,12 @@ class CapturedStep:
         self.gradient_guard = AddressSnapshot(own)
         self.gradient_metadata = LayoutSnapshot(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
-        self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [options_of(group) for group in groups]
         self.values: list[list[object]] = [[] for _ in groups]
         """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
-        self.stream = current_stream(self.device)
+        self.constants = self._read_constants(optimizer)
         self.paths = [number_paths(updater, group, self.device) for group in groups]
         taken = [step_signature(updater, group, self.device) for group in groups]
         self.signatures = [signature for signature, _, _ in taken]
@@ -117,7 +126,7 @@ class CapturedStep:
         moved = self.first_moved()
         if moved or not self.gradient_guard.matches(_present(optimizer._updater.gradients(optimizer.param_groups))):
             raise AddressError(f"{moved or 'a gradient'} moved while a step was captured")
-        self.constants = [set(range(len(paths))) for paths in self.paths]
+        self.constant_numbers = [set(range(len(paths))) for paths in self.paths]
         """The positions of each group's numbers that are constants of the graph: a new value needs a recapture."""
         for launch in self.recording.launches:
             if launch.source is not None:  # the norm has no source, and takes no numbers
@@ -127,8 +136,8 @@ class CapturedStep:
         """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
-            for name, is_given in zip(_SCALES, self.scales, strict=True)
-            if is_given
+            for name in _SCALES
+            if getattr(optimizer, name, None) is not None
         }
         given = {name: getattr(optimizer, name) for name in self.buffers}
         own = [*self.params, *self.state]
@@ -164,7 +173,7 @@ class CapturedStep:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.constants[index] -= set(launch.indices)
+        self.constant_numbers[index] -= set(launch.indices)
 
     def __repr__(self) -> str:
         launches = "eager" if self.recording is None else f"{len(self.recording.launches)} launches"
@@ -191,10 +200,10 @@ class CapturedStep:
 
     def fast_check(self, optimizer: CapturableOptimizer) -> str:
         """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
-        if optimizer.state.version.stamp is not self.stamp:
-            return "state was added or replaced"
-        if len(optimizer.param_groups) != len(self.groups):
-            return "a parameter group was added or removed"
+        constants = self._read_constants(optimizer)
+        if constants != self.constants:
+            pairs = zip(CONSTANTS, constants, self.constants, strict=True)
+            return next(reason for reason, now, before in pairs if now != before)
         for i, group in enumerate(optimizer.param_groups):
             if not self.groups[i].has_params(group["params"]):
                 return f"the parameters of group {i} were replaced"
@@ -203,18 +212,19 @@ class CapturedStep:
                 continue  # the very objects of the last step: none of them changed
             if reason := self._update_options(optimizer, i, group):
                 return reason
-        for batch in self.batches:
-            if batch.is_stale():
-                return "state moved"
-        if _modes() != self.modes:
-            return "a mode of torch changed"
-        if optimizer._updater.function.read_values() != self.read_values:
-            return "a value changed that update reads besides its arguments"
-        if self.stream != current_stream(self.device):
-            return "the current stream changed"
-        if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
-            return "a loss scale was added or removed"
-        return ""
+        return "state moved" if any(map(Batch.is_stale, self.batches)) else ""
+
+    def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
+        """What a recording holds besides tensors and numbers: one for each of `CONSTANTS`."""
+        return (
+            optimizer.state.version.stamp,
+            len(optimizer.param_groups),
+            modes()[1:],  # grad mode, the first, has no effect within a step
+            optimizer._updater.function.read_values(),
+            current_stream(self.device),
+            getattr(optimizer, "grad_scale", None) is None,
+            getattr(optimizer, "found_inf", None) is None,
+        )
 
     def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
@@ -231,7 +241,7 @@ class CapturedStep:
             if signature != self.signatures[index]:
                 return "an option changed that decides the math"
         if self.recording is not None:
-            if any(numbers[i] != self.numbers[index][i] for i in self.constants[index]):
+            if any(numbers[i] != self.numbers[index][i] for i in self.constant_numbers[index]):
                 return CONSTANT_NUMBER
             self.recording.set_numbers(self._sources[index], numbers, hosts)
         self.options[index] = options
@@ -271,14 +281,6 @@ class CapturedStep:
                 f"{moved} moved since it was captured, unseen by the step: put new tensors into opt.state[p] rather "
                 "than moving those that are there, or call opt.capture() again"
             )
-
-
-_SCALES = ("grad_scale", "found_inf")
-
-
-def _modes() -> tuple[object, ...]:
-    """The modes of torch that decide the math; grad mode, which has no effect within a step, is left out."""
-    return modes()[1:]
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
