@@ -12,8 +12,8 @@ from torch import Tensor
 from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
-from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, NotCacheable, analyze, device_of, dim_sizes
-from subtensors.bucketed.dim_spec import ArgumentDims
+from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, NotCacheable, analyze, device_of
+from subtensors.bucketed.dim_spec import ArgumentDims, dim_sizes
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.program_state import State

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.arguments import shown
 from subtensors.bucketed.call_key import (
     READ_IN_PLACE,
     Modes,
@@ -36,7 +35,6 @@ from subtensors.bucketed.call_key import (
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
 from subtensors.dispatch.ops.errors import RuleError, SizeError
-from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
@@ -300,20 +298,6 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
         for s in sources
     )
     return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
-
-
-def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
-    """Return the Dims of one leaf of a call, each with the leaf's size.
-
-    Args:
-        x: the leaf.
-        given: the Dims on which it is padded, by dim.
-    """
-    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
-        return []
-    if given and (type(x) in MAPPED_TYPES or x.is_nested):
-        raise TypeError(f"an argument that is padded is a dense tensor, got {shown(x)}; hand it over as plain tensors")
-    return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
 def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device) -> list[PyTree]:

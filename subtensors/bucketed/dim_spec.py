@@ -75,6 +75,20 @@ class ArgumentDims:
         return found
 
 
+def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
+    """Return the Dims of one leaf of a call, each with the leaf's size.
+
+    Args:
+        x: the leaf.
+        given: the Dims on which it is padded, by dim.
+    """
+    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
+        return []
+    if given and (type(x) in MAPPED_TYPES or x.is_nested):
+        raise TypeError(f"an argument that is padded is a dense tensor, got {shown(x)}; hand it over as plain tensors")
+    return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
+
+
 def _is_padded_dims(given: object) -> TypeGuard[Mapping[int, Dim]]:
     return (
         isinstance(given, Mapping)

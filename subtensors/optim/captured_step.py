@@ -19,7 +19,7 @@ from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
@@ -140,8 +140,7 @@ class CapturedStep:
             if getattr(optimizer, name, None) is not None
         }
         given = {name: getattr(optimizer, name) for name in self.buffers}
-        own = [*self.params, *self.state]
-        versions = [t._version for t in own]
+        writes = Writes([*self.params, *self.state])
         try:
             vars(optimizer).update(self.buffers)
             recording.record(partial(optimizer._updater.update_all, optimizer), gradients)
@@ -154,7 +153,7 @@ class CapturedStep:
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
-        if [t._version for t in own] != versions:
+        if writes.any():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.update writes parameters or state by torch operations, which ran when the "
                 "step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
@@ -215,7 +214,7 @@ class CapturedStep:
         return "state moved" if any(map(Batch.is_stale, self.batches)) else ""
 
     def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
-        """What a recording holds besides tensors and numbers: one for each of `CONSTANTS`."""
+        """The values that a recording holds besides tensors and numbers, one for each of `CONSTANTS`."""
         return (
             optimizer.state.version.stamp,
             len(optimizer.param_groups),
