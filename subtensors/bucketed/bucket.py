@@ -17,6 +17,7 @@ from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.side_effects import TrainingDetector, dense_of
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics, summarize_error
+from subtensors.dispatch.fused.tensor_columns import written_overlap
 from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import HostReads, error_line
@@ -145,10 +146,11 @@ class Bucket:
         """Return the reason why a replay can't answer this call, or "" if it can."""
         if not self.written_inputs:
             return ""
-        inputs = self.spec.inputs
-        if len({id(leaves[s.leaf]) for s in inputs}) == len(inputs):
+        given = [dense_of(leaves[source.leaf]) for source in self.spec.inputs]
+        if len({t.untyped_storage().data_ptr() for t in given}) == len(given):
             return ""
-        return "it writes to an argument, and one tensor is given as several"
+        overlaps = written_overlap([[t] for t in given], self.written_inputs)
+        return "it writes to an argument, which shares memory with another one" if overlaps else ""
 
     def write_back(self, leaves: Sequence[PyTree]) -> None:
         """Copy what the program wrote into its static inputs back to the arguments of the call."""

@@ -171,7 +171,7 @@ class Optimizers:
         self._is_tensor = [isinstance(x, Tensor) for x in entries]
         self._tensors = list(compress(entries, self._is_tensor))
         self._snapshot = TensorSnapshot(self._tensors)
-        self._options = self._present_options()
+        self._options, self._counts = self._present_options(), self._param_counts()
         self._read_values = self._values_read()
 
     def tensors(self) -> list[Tensor]:
@@ -209,11 +209,16 @@ class Optimizers:
             tensors = self.tensors()
         if len(entries) != len(self._is_tensor) or not self._snapshot.matches(tensors):
             return "the state of an optimizer was replaced"
+        if self._param_counts() != self._counts:
+            return "the parameters of an optimizer changed"
         if self._present_options() != self._options:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
         if self._values_read() != self._read_values:
             return "a value changed that the update of an optimizer reads besides its arguments"
         return ""
+
+    def _param_counts(self) -> list[int]:
+        return [len(group["params"]) for opt in self.found for group in opt.param_groups]
 
     def _present_options(self) -> list[list[object]]:
         return [_options(opt, group) for opt in self.found for group in opt.param_groups]

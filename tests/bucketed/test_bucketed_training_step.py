@@ -252,3 +252,11 @@ def test_a_learning_rate_on_the_host_is_a_constant_of_a_graph_on_another_device(
     assert optimizers.first_change() == ""
     lr.fill_(0.2)
     assert ("a number of an optimizer changed" in optimizers.first_change()) == (place == "cpu")
+
+
+@pytest.mark.parametrize("package", [st.optim, torch.optim])
+def test_a_parameter_that_is_added_to_a_group_is_a_change(package: Any) -> None:
+    opt = package.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizers = Optimizers([opt])
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    assert optimizers.first_change() == "the parameters of an optimizer changed"
