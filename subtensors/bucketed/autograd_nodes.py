@@ -15,7 +15,7 @@ forward, with its compiled backward as a node of the autograd graph, and both ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -55,31 +55,46 @@ def refuse_second_order() -> None:
         )
 
 
-class _ReplayContext(torch.autograd.function.FunctionCtx):
-    call: TrainingCall
+class TrackedCall(Protocol):
+    """A call whose forward and backward autograd runs, as one node."""
+
+    roots_at: Collection[int]
+    """The indices of the results that require grad."""
+
+    def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Return the tensors among the results, and those to save for the backward."""
+        ...
+
+    def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs that require grad; the list of saved tensors may be emptied."""
+        ...
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    call: TrackedCall
     saved_tensors: tuple[Tensor, ...]
+    maybe_clear_saved_tensors: Callable[[], None]
 
 
-class ReplayFunction(torch.autograd.Function):
-    """A call of a captured bucket as one node of the autograd graph."""
+class TrackedFunction(torch.autograd.Function):
+    """A call as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: _ReplayContext, call: TrainingCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, call: TrackedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.call = call
         ctx.set_materialize_grads(False)
+        results, saved = call.forward()
         # Parameters are saved so that torch checks their versions: the backward reads them in place.
-        ctx.save_for_backward(*call.inputs, *call.bucket.grad_tensors_in_place())
-        results = call.forward()
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[t for i, t in enumerate(results) if i not in call.roots_at])
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: _ReplayContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
-        call = ctx.call
-        return None, *call.backward(ctx.saved_tensors[: len(call.spec.inputs)], gradients)
+        return None, *ctx.call.backward(autograd.release_saved_tensors(ctx), gradients)
 
 
 class TrainingCall:
@@ -110,18 +125,19 @@ class TrainingCall:
         assert bucket.outputs is not None
         # Results may hold other values than tensors; autograd is given the tensors.
         self.tensors_at = [i for i, leaf in enumerate(bucket.outputs.leaves) if isinstance(leaf.value, Tensor)]
-        self.roots_at = {self.tensors_at.index(i) for i in bucket.roots_at}
+        self.roots_at: Collection[int] = {self.tensors_at.index(i) for i in bucket.roots_at}
 
-    def forward(self) -> list[Tensor]:
-        """Load the inputs, replay the forward, and return the tensors among the results, cut to their true sizes."""
+    def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Load the inputs and replay the forward; the results are cut to their true sizes."""
         assert self.leaves is not None
+        saved = [*self.inputs, *self.bucket.grad_tensors_in_place()]
         self.rng_state = capture.rng_state(self.bucket.device)
         outputs = self._replay(self.leaves)
         # Autograd saves what the backward reads, and frees it.
         self.leaves, self.inputs, self.grad_inputs = None, [], []
         self.replay_number = self._count_replay()
         cuts = outputs.cuts(self.spec.host)
-        return [cuts[i]() for i in self.tensors_at]
+        return [cuts[i]() for i in self.tensors_at], saved
 
     def _count_replay(self) -> int:
         self.graphs.replay_count += 1
@@ -132,7 +148,7 @@ class TrainingCall:
         assert self.bucket.outputs is not None
         return self.bucket.outputs
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward; before it the forward again, if its saved activations were overwritten."""
         with self.lock, torch.no_grad():
             if not self.bucket.is_captured:
@@ -143,7 +159,7 @@ class TrainingCall:
             if self.bucket.pool is not None:
                 self.bucket.pool.wait_for_last_replay()
             if self.replay_number != self.graphs.replay_count:
-                self._replay_forward_again(inputs)
+                self._replay_forward_again(saved[: len(self.spec.inputs)])
             root_gradients = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
             results = self.bucket.replay_backward(root_gradients, self.spec.host)
             # The backward overwrites the saved activations of its own forward.
@@ -191,32 +207,6 @@ def unwrap_padded_leaves(
     return found, sizes
 
 
-class _NestedCallContext(torch.autograd.function.FunctionCtx):
-    run: NestedCall
-    saved_tensors: tuple[Tensor, ...]
-    maybe_clear_saved_tensors: Callable[[], None]
-
-
-class _CompiledFunction(torch.autograd.Function):
-    """The compiled forward and backward of a program as one node of the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: _NestedCallContext, run: NestedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors among the results."""
-        ctx.set_materialize_grads(False)
-        ctx.run = run
-        results, saved = run.forward()
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*[t for i, t in enumerate(results) if i not in run.roots_at])
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: _NestedCallContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs that require grad."""
-        refuse_second_order()
-        return None, *ctx.run.backward(autograd.release_saved_tensors(ctx), gradients)
-
-
 class NestedCall:
     """One call of compiled code on tensors of a bucket's size.
 
@@ -232,14 +222,14 @@ class NestedCall:
     ) -> None:
         self.code, self.bucket, self.inputs, self.sizes = code, bucket, inputs, sizes
         self.given = [*inputs, *bucket.aliased_parameters()]
-        self.roots_at: list[int] = []
+        self.roots_at: Collection[int] = []
         self.outputs: Outputs | None = None
 
     def result(self) -> PyTree:
         """Run the compiled forward; return the program's result."""
         inputs = zip(self.bucket.spec.inputs, self.inputs, strict=False)
         grad_inputs = [*[x for s, x in inputs if s.requires_grad], *self.bucket.grad_tensors_in_place()]
-        tensors = iter(_CompiledFunction.apply(self, *grad_inputs))  # type: ignore[no-untyped-call]
+        tensors = iter(TrackedFunction.apply(self, *grad_inputs))  # type: ignore[no-untyped-call]
         assert self.outputs is not None
         leaves = self.outputs.leaves
         return self.outputs.rebuild(
@@ -249,15 +239,15 @@ class NestedCall:
     def _leaf(self, output: Output, value: Tensor) -> Tensor:
         return value if output.dims is None else make_padded(PaddedValue(value, output.dims, self.sizes))
 
-    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the compiled forward; return the tensors among the results, and those saved for the backward."""
+    def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Run the compiled forward."""
         self.outputs, roots_at, saved = self.code.forward(self.bucket, self.given)
         at = [i for i, x in enumerate(self.outputs.leaves) if isinstance(x.value, Tensor)]
         self.roots_at = [at.index(i) for i in roots_at]
         return self.outputs.tensors(), saved
 
     def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs that require grad; the list of saved tensors is emptied."""
+        """Run the compiled backward; the list of saved tensors is emptied."""
         assert self.outputs is not None
         results = self.outputs.tensors()
         given = [gradients[i] for i in self.roots_at]

@@ -34,7 +34,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from torch import Tensor
 
 from subtensors.arguments import flag
-from subtensors.bucketed.autograd_nodes import ReplayFunction, TrainingCall
+from subtensors.bucketed.autograd_nodes import TrackedFunction, TrainingCall
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall, CallCache
 from subtensors.bucketed.call_key import (
@@ -213,7 +213,7 @@ class Bucketed(Reports, Generic[P, R]):
         assert bucket.outputs is not None
         outputs = bucket.outputs
         call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
-        tensors = iter(ReplayFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
+        tensors = iter(TrackedFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
         bucket.count_call(cached.elements, is_hit=True)
         leaves = [next(tensors) if isinstance(x.value, Tensor) else x.cut(spec.host)() for x in outputs.leaves]
         return outputs.rebuild(leaves)

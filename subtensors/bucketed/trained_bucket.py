@@ -1,4 +1,4 @@
-"""The forward and the backward of a bucket, each a CUDA graph; `ReplayFunction` makes them a node of autograd.
+"""The forward and the backward of a bucket, each a CUDA graph; `TrackedFunction` makes them a node of autograd.
 
 Gradients are returned in memory of their own, so that the next bucket does not overwrite them.
 
