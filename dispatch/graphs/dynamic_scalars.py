@@ -73,14 +73,15 @@ class WordBuffer:
         self.on_device = torch.empty(count, dtype=torch.int64, device=device)
         self.used = 0
         """The number of words that launches have taken of it."""
-        self._changed = 0, count
+        self.changed = 0, count
+        """The range of words that the next upload copies; empty if it ends at 0."""
 
     def write(self, offset: int, words: Words | Sequence[int]) -> None:
         """Set some words, from the next upload on."""
         end = offset + len(words)
         self.host[offset:end] = words
-        start, stop = self._changed
-        self._changed = (min(start, offset), max(stop, end)) if stop else (offset, end)
+        start, stop = self.changed
+        self.changed = (min(start, offset), max(stop, end)) if stop else (offset, end)
 
     def upload(self) -> None:
         """Copy the words that changed to the device, on the current stream.
@@ -88,10 +89,8 @@ class WordBuffer:
         Each copy has new pinned memory, since the previous copy may still be reading its own: torch's allocator reuses
         that memory once the copy is done.
         """
-        start, stop = self._changed
-        if not stop:
-            return
-        self._changed = 0, 0
+        start, stop = self.changed
+        self.changed = 0, 0
         is_cuda = self.on_device.is_cuda
         words = torch.empty(stop - start, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         words.numpy()[:] = self.host[start:stop]
@@ -202,7 +201,8 @@ class DynamicScalars:
     def upload(self) -> None:
         """Copy the scalars that changed to the device, on the current stream."""
         for buffer in self._buffers:
-            buffer.upload()
+            if buffer.changed[1]:
+                buffer.upload()
 
 
 _active: ContextVar[DynamicScalars | None] = ContextVar("dynamic_scalars", default=None)

@@ -282,7 +282,8 @@ class Recording:
 
     def replay(self) -> None:
         """Run the recorded launches on the current stream, with the current numbers and addresses."""
-        self._words.upload()
+        if self._words.changed[1]:
+            self._words.upload()
         self._tape.replay()
 
     def matches_device(self) -> bool:

@@ -65,8 +65,8 @@ def why_not_replayable() -> str:
     return ""
 
 
-def are_same(now: Sequence[object], before: Sequence[object]) -> bool:
-    """Return whether two sequences hold the same objects; `==` would compare tensors elementwise."""
+def are_same(now: Collection[object], before: Collection[object]) -> bool:
+    """Return whether two collections hold the same objects in order; `==` would compare tensors elementwise."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 

@@ -8,7 +8,6 @@ of gradients may change from step to step, and are handed to the replay.
 from __future__ import annotations
 
 from functools import partial
-from operator import is_
 from typing import Any, ClassVar, Protocol
 
 import optree
@@ -19,11 +18,11 @@ from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes
-from subtensors.dispatch.graphs.released_tensors import check_resident
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same, is_plain
+from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
-from subtensors.optim.batches import Batch, GroupBatches, indices_without_gradient, is_immutable
+from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import needed_entries
 from subtensors.optim.step import SteppedOptimizer, Updater
@@ -207,11 +206,14 @@ class CapturedStep:
             if not self.groups[i].has_params(group["params"]):
                 return f"the parameters of group {i} were replaced"
             values = self.values[i]
-            if len(group) == len(values) and all(map(is_, group.values(), values)):
+            if are_same(group.values(), values):
                 continue  # the very objects of the last step: none of them changed
             if reason := self._update_options(optimizer, i, group):
                 return reason
-        return "state moved" if any(map(Batch.is_stale, self.batches)) else ""
+        for batch in self.batches:
+            if batch.is_stale():
+                return "state moved"
+        return ""
 
     def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
         """The values that a recording holds besides tensors and numbers, one for each of `CONSTANTS`."""
@@ -231,7 +233,7 @@ class CapturedStep:
         if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
             return f"group {index} needs other state"
         options = options_of(group)
-        are_immutable = all(map(is_immutable, options))
+        are_immutable = all(map(is_plain, options))
         if are_immutable and all(map(differ_by_scalars, options, self.options[index])):
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
@@ -264,7 +266,8 @@ class CapturedStep:
     def replay(self, optimizer: CapturableOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
-        check_resident((self.params, self.state))
+        if Release.count:
+            check_resident((self.params, self.state))
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
         self.recording.replay()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch.graphs.guards import AddressSnapshot
+from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
@@ -162,7 +162,7 @@ class FlatBuffers:
     def not_packed(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The given parameters that are not packed."""
         given = list(params)
-        if len(given) == len(self.params) and all(map(is_, given, self.params)):
+        if are_same(given, self.params):
             return []
         own = set(map(id, self.params))
         return [p for p in given if id(p) not in own]

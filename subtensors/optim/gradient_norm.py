@@ -10,7 +10,6 @@ further kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.guards import AddressSnapshot
+from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
@@ -122,12 +121,7 @@ class _Sweep(Recordable):
 
     def fits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
         """Return whether this kernel was built for these batches, gradient dtypes and total."""
-        return (
-            len(batches) == len(self.batches)
-            and all(map(is_, batches, self.batches))
-            and total is self.seed
-            and [g.dtype for g in gradients] == self.dtypes
-        )
+        return are_same(batches, self.batches) and total is self.seed and [g.dtype for g in gradients] == self.dtypes
 
     def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
         """The launch of a recording, if the next one may be merged with it; else None."""
@@ -138,7 +132,7 @@ class _Sweep(Recordable):
         own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := current_recording()) is not None:
-            if not all(map(is_, own, gradients)):
+            if not are_same(own, gradients):
                 raise NotRecordable("a gradient that does not fill its memory is copied")
             recording.launch(self, [own], [])
             return None
