@@ -70,7 +70,7 @@ class TrackedCall(Protocol):
         ...
 
 
-class _Context(torch.autograd.function.FunctionCtx):
+class _TrackedContext(torch.autograd.function.FunctionCtx):
     call: TrackedCall
     saved_tensors: tuple[Tensor, ...]
     maybe_clear_saved_tensors: Callable[[], None]
@@ -80,7 +80,7 @@ class TrackedFunction(torch.autograd.Function):
     """A call as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: _Context, call: TrackedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _TrackedContext, call: TrackedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -91,7 +91,7 @@ class TrackedFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _TrackedContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
         refuse_second_order()
         return None, *ctx.call.backward(autograd.release_saved_tensors(ctx), gradients)
