@@ -53,8 +53,9 @@ from subtensors.bucketed.compiled import CompileOptions
 from subtensors.bucketed.dim_spec import ArgumentDims, warmup_calls, with_progress
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import Program, Reports
+from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.program_state import State
+from subtensors.bucketed.reports import Reports
 from subtensors.bucketed.side_effects import restore_all
 from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
