@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import BroadcastColumn, ColumnGuard, Columns, TensorColumn, is_fixed
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.guards import AddressLayoutGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot
 from subtensors.dispatch.graphs.released_tensors import Release
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -183,7 +183,7 @@ class CachedLaunch:
     """The key of the call."""
     edition: object
     """The edition of the function's kernels; stale once they were tuned."""
-    guards: list[tuple[int, AddressLayoutGuard]]
+    guards: list[tuple[int, AddressSnapshot]]
     """The leaves whose addresses may change, and the guards on them."""
     executor: TritonExecutor
     table: PointerTable

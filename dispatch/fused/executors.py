@@ -23,8 +23,8 @@ from subtensors.dispatch.fused.tensor_columns import (
     written_overlap,
 )
 from subtensors.dispatch.fused.trace import Returned, Trace
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
 
@@ -124,7 +124,7 @@ class ExecutionPlan:
         # Where a group runs the function itself, the tensors that it writes are not known.
         is_known = len(self.groups) == len(traces) > 1
         self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
-        self._compared: tuple[list[int], bool] = [], False
+        self._compared: tuple[list[object], bool] = [], False
 
     def match(self, columns: Columns) -> Addresses | None:
         """The addresses of these columns, as far as the check read them; None when the plan does not fit."""

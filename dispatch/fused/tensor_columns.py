@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.graphs.guards import AddressLayoutGuard, MetadataGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 
 _nbytes = attrgetter("nbytes")
 
@@ -54,6 +54,7 @@ class TensorColumn(list[Tensor]):
         return self if self._keeps_layout else self._like
 
     __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__  # by identity, as weak references to it compare
 
 
 class BlockScales(TensorColumn):
@@ -65,8 +66,8 @@ class BroadcastColumn(list[Tensor]):
 
 
 Columns = Sequence[Sequence[Tensor]]
-Addresses = list[list[int] | None]
-"""For each column the addresses of its tensors; None where this call did not read them, [] for a fixed column."""
+Addresses = list[Sequence[object] | None]
+"""For each column what `addresses_of` reads; None where this call did not read them."""
 
 
 def unique_tensors(column: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -79,23 +80,9 @@ def is_fixed(column: Sequence[Tensor]) -> bool:
     return isinstance(column, TensorColumn) and column.is_fixed
 
 
-def addresses_of(column: Sequence[Tensor]) -> list[int]:
-    """The addresses of the tensors of a column; an empty list for a fixed one."""
-    return [] if is_fixed(column) else list(map(Tensor.data_ptr, unique_tensors(column)))
-
-
-class ImmutableColumns:
-    """The fixed lists among some columns, recognized by identity and not kept alive."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._references = [weakref.ref(c) if is_fixed(c) else None for c in columns]
-
-    def matches(self, columns: Columns) -> bool:
-        """Return whether the same columns are fixed, and are the same lists."""
-        for reference, column in zip(self._references, columns, strict=True):
-            if is_fixed(column) if reference is None else reference() is not column:
-                return False
-        return True
+def addresses_of(column: Sequence[Tensor]) -> Sequence[object]:
+    """The addresses of the tensors of a column; a weak reference to a fixed one, which equals no other column's."""
+    return [weakref.ref(column)] if is_fixed(column) else [*map(Tensor.data_ptr, unique_tensors(column))]
 
 
 class ColumnGuard:
@@ -108,8 +95,8 @@ class ColumnGuard:
 
     def __init__(self, column: Sequence[Tensor]) -> None:
         self._list = weakref.ref(column) if is_fixed(column) else None
-        self._metadata = MetadataGuard(unique_tensors(column))
-        self._known: weakref.WeakKeyDictionary[TensorColumn, AddressLayoutGuard] = weakref.WeakKeyDictionary()
+        self._metadata = LayoutSnapshot(unique_tensors(column))
+        self._known: weakref.WeakKeyDictionary[TensorColumn, AddressSnapshot] = weakref.WeakKeyDictionary()
 
     def matches(self, column: Sequence[Tensor], addresses: Addresses) -> bool:
         """Return whether every tensor is like the one at its position.
@@ -119,7 +106,7 @@ class ColumnGuard:
             addresses: the tensors' addresses are appended to it, or None if they were not read.
         """
         if self._list is not None and self._list() is column:
-            addresses.append([])
+            addresses.append([self._list])
             return True
         holder = _promise_holder(column)
         if holder is None:
@@ -130,11 +117,11 @@ class ColumnGuard:
         if known is None or not known.matches(column):
             if not self._metadata.matches(column):
                 return False
-            known = self._known[holder] = AddressLayoutGuard(column)
+            known = self._known[holder] = AddressSnapshot(column)
         addresses.append(known.addresses)
         return True
 
-    def known_addresses(self, column: Sequence[Tensor]) -> AddressLayoutGuard | None:
+    def known_addresses(self, column: Sequence[Tensor]) -> AddressSnapshot | None:
         """The addresses last seen under this column's promise; None where it has none, or in grad mode."""
         holder = _promise_holder(column)
         return None if holder is None else self._known.get(holder)

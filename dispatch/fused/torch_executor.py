@@ -21,8 +21,8 @@ from torch import Tensor
 from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, result_leaves
 from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, unique_tensors, written_overlap
 from subtensors.dispatch.fused.trace import Trace
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape

@@ -17,15 +17,13 @@ from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves,
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
-    ImmutableColumns,
     addresses_of,
     is_fixed,
     written_overlap,
 )
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable, current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
-from subtensors.dispatch.graphs.protocols import NotRecordable
 from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
 from subtensors.kernels.fused.program import Shape
@@ -42,9 +40,8 @@ _requires_grad = attrgetter("requires_grad")
 class PointerTable:
     """A pointer table for one set of addresses."""
 
-    fixed: ImmutableColumns
-    addresses: list[list[int]]
-    """The addresses of the tensors of the other columns; an empty list for a fixed one."""
+    addresses: list[Sequence[object]]
+    """What `addresses_of` reads of each column; nothing of a parameter on the host."""
     table: Tensor
     address: int
     """The address of `table`."""
@@ -54,7 +51,7 @@ class PointerTable:
     """By stream, the bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
 
-class TritonExecutor(Executor):
+class TritonExecutor(Recordable, Executor):
     """The traced program as Triton kernels over a pointer table.
 
     Args:
@@ -183,10 +180,10 @@ class TritonExecutor(Executor):
             scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
-            scalars = self._scalars(table, [*values, *hosts], is_capturing)
+            scalars = self._scalars(table, [*values, *hosts], is_capturing).data_ptr()
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        self.grid.launch(table.address, scalars, seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -218,10 +215,6 @@ class TritonExecutor(Executor):
         """Memory for the outputs of a launch."""
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
 
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """Return None: no other launch follows in this one."""
-        return None
-
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
         if not self.returns:
             return []
@@ -249,7 +242,7 @@ class TritonExecutor(Executor):
         for host in self.hosts:
             addresses[host] = []
         for position, pointer_table in enumerate(self.tables):
-            if pointer_table.addresses == addresses and pointer_table.fixed.matches(columns):
+            if pointer_table.addresses == addresses:
                 # A guard returns the same list objects each time, and those compare by identity.
                 pointer_table.addresses = addresses
                 if position:
@@ -258,15 +251,11 @@ class TritonExecutor(Executor):
                     graph_lifetime.keep_with_graph((self, pointer_table))
                 return pointer_table
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        nowhere = [0] * self.grid.count
-        pointers = [
-            nowhere if i in self.hosts else list(map(Tensor.data_ptr, column)) for i, column in enumerate(columns)
-        ]
         overlaps = written_overlap(columns, self.trace.program.stores)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
-        table = self.grid.table(pointers)
-        pointer_table = PointerTable(ImmutableColumns(columns), addresses, table, table.data_ptr(), overlaps)
+        table = self.grid.table(self._pointers(columns))
+        pointer_table = PointerTable(addresses, table, table.data_ptr(), overlaps)
         self.tables_built += 1
         if is_capturing:
             # The table is filled at replay, so no eager call may use it.
@@ -275,6 +264,10 @@ class TritonExecutor(Executor):
         self.tables.insert(0, pointer_table)
         del self.tables[self.MAX_TABLES :]
         return pointer_table
+
+    def _pointers(self, columns: Columns) -> list[list[int]]:
+        nowhere = [0] * self.grid.count
+        return [nowhere if i in self.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)]
 
     def is_capturing(self) -> bool:
         """Return whether this call is being captured into a CUDA graph rather than run."""
@@ -301,7 +294,7 @@ class TritonExecutor(Executor):
         """Describe the kernels, and how many tensors they read and write in a slower way."""
         if not self.copies and written_overlap(columns, self.trace.program.stores):
             return self.fallback.describe()
-        pointers = [[0] * self.grid.count if i in self.hosts else addresses_of(c) for i, c in enumerate(columns)]
+        pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
         note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
         return self.describe() + (note if masked else "")

@@ -9,7 +9,8 @@ Every launch reads its scalars and its pointer table from one buffer that the re
     scalars of launch 0, 1, ... | table of launch 0, 1, ...
 
 so that a new learning rate is a copy of a few bytes, and gradients at new addresses are a copy of some bytes a tensor.
-Both are copied from pinned memory on the stream of the replay: they are in order, and the host never waits.
+Both are copied from pinned memory on the stream of the replay (`dynamic_scalars.WordBuffer`): they are in order, and
+the host never waits.
 
 Where Triton interprets kernels on the CPU there is no graph: the launches are kept, and made again at each replay.
 """
@@ -29,36 +30,30 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs import capture, deferred_finalizers
-from subtensors.dispatch.graphs.protocols import LaunchGrid, NotRecordable, Recordable, Words
+from subtensors.dispatch.graphs.dynamic_scalars import (
+    DynamicScalars,
+    LaunchScalars,
+    NotRecordable,
+    Recordable,
+    WordBuffer,
+    Words,
+)
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.kernels.fused.launch import Prelude, bits
+from subtensors.kernels.fused.grad_norm import GradNormGrid
+from subtensors.kernels.fused.launch import Grid, Prelude
 from subtensors.kernels.runtime.launcher import current_stream, on_stream
 
 
 @dataclass
-class Launch:
+class Launch(LaunchScalars):
     """One launch of a recording."""
 
-    executor: Recordable
-    source: object
-    """The source of its numbers: the value of `Recording.source` when it was recorded."""
-    numbers: list[float]
-    hosts: list[float]
-    arenas: list[Tensor]
-    number_indices: list[int] = field(default_factory=list)
-    """For each number its index among those of the source, -1 for a constant; set by callers of `set_numbers`."""
-    numbers_offset: int = 0
-    """The offset of its numbers in the recording's buffer."""
+    arenas: list[Tensor] = field(default_factory=list)
     table_offset: int = 0
     """The offset of its pointer table."""
     pointers: Words = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     moving: dict[int, Words] = field(default_factory=dict)
     """For each parameter with changing addresses, their indices in the argument of `move`; -1 for null pointers."""
-
-    def words(self) -> list[int]:
-        """Return the bits of its numbers, as the kernels read them."""
-        values = [evaluate(self.numbers) for evaluate in self.executor.scalars]
-        return bits([*values, *self.hosts], self.executor.kinds)
 
 
 class CudaTape:
@@ -134,27 +129,24 @@ class Recording:
         >>> Recording(torch.device("cpu")).record(lambda: add(TensorColumn([torch.ones(2)]), 1.0), [])
         Traceback (most recent call last):
         ...
-        subtensors.dispatch.graphs.protocols.NotRecordable: 1 torch ops an element, joined or cut
+        subtensors.dispatch.graphs.dynamic_scalars.NotRecordable: 1 torch ops an element, joined or cut
     """
 
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
         self.device = device
-        self.source: object = None
-        """Set by the caller before each call: identifies the call's numbers in `set_numbers`."""
+        self.scalars = DynamicScalars()
+        """Says which call the launches come from while they are recorded."""
         self.launches: list[Launch] = []
         self.written: list[Tensor] = []
         """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""
         self._key = next(_keys)
-        self._grids: list[LaunchGrid] = []
+        self._grids: list[Grid | GradNormGrid] = []
         self._pending: Iterator[Launch] | None = None
         self._prelude: Prelude | None = None
         """A recorded launch that is made together with the next one."""
         self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
-        self._numbers_changed = self._tables_changed = False
-        self._numbers_end = 0
-        self._host = np.zeros(0, np.int64)
-        """The buffer of numbers and tables, and its copy on the device."""
-        self._words = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._words = WordBuffer(0, torch.device("cpu"))
+        """The numbers and tables."""
         self._moving_bytes = self._written_starts = self._written_ends = np.zeros(0, np.int64)
         deferred_finalizers.watch(device)
         weakref.finalize(
@@ -195,22 +187,18 @@ class Recording:
                 nbytes = launch.executor.grid.sizes * itemsize if itemsize > 0 else -itemsize
                 spans.append((launch.pointers[i], launch.pointers[i] + nbytes))
             self._write_table(launch)
-            self._write_numbers(launch)
         starts, ends = (np.sort(np.concatenate(part)) for part in zip(*spans, strict=True))
         self._written_starts, self._written_ends = starts, ends
-        self._numbers_changed = self._tables_changed = True
 
     def _lay_out(self) -> None:
-        end = 0
+        numbers_end = sum(launch.size for launch in self.launches)
+        tables = sum(launch.executor.grid.table_size for launch in self.launches)
+        self._words = WordBuffer(numbers_end + tables, self.device)
+        offset, table_offset = 0, numbers_end
         for launch in self.launches:
-            launch.numbers_offset = end
-            end += len(launch.executor.kinds) + 1
-        self._numbers_end = end
-        for launch in self.launches:
-            launch.table_offset = end
-            end += launch.executor.grid.table_size
-        self._host = np.zeros(end, np.int64)
-        self._words = torch.zeros(end, dtype=torch.int64, device=self.device)
+            launch.place(self._words, offset)
+            launch.table_offset = table_offset
+            offset, table_offset = offset + launch.size, table_offset + launch.executor.grid.table_size
 
     def launch(
         self, executor: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]
@@ -229,7 +217,7 @@ class Recording:
             # Zeros: what torch ops compute from them in this pass is discarded, but must not fail.
             arenas = [arena.zero_() for arena in executor.new_arenas()]
             hosts = [float(columns[i][0].item()) for i in executor.hosts]
-            self.launches.append(Launch(executor, self.source, list(numbers), hosts, arenas))
+            self.launches.append(Launch(executor, self.scalars.source, list(numbers), hosts, arenas=arenas))
             self._grids.append(executor.grid)
             executor.grid.workspace(self._key)
             for parameter in executor.observed:
@@ -242,8 +230,7 @@ class Recording:
         launch.pointers = np.asarray(
             [nowhere if i in executor.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)], np.int64
         ).reshape(len(columns), executor.grid.count)
-        base = self._words.data_ptr()
-        table, scalars = base + 8 * launch.table_offset, base + 8 * launch.numbers_offset
+        table = self._words.on_device.data_ptr() + 8 * launch.table_offset
         prelude, self._prelude = self._prelude, executor.as_prelude(table, self._key)
         if self._prelude is not None:
             assert prelude is None
@@ -252,35 +239,25 @@ class Recording:
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if executor.is_seeded else executor.seed
             stream = current_stream(self.device)
-            executor.grid.launch(table, scalars, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
+            executor.grid.launch(table, launch.address, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
 
         self._tape.add(run)
         return launch.arenas
 
-    def _write_numbers(self, launch: Launch) -> None:
-        words = launch.words()
-        self._host[launch.numbers_offset : launch.numbers_offset + len(words)] = words
-
     def _write_table(self, launch: Launch) -> None:
-        rows = launch.executor.grid.rows(launch.pointers)
-        self._host[launch.table_offset : launch.table_offset + rows.size] = rows.reshape(-1)
+        self._words.write(launch.table_offset, launch.executor.grid.rows(launch.pointers).reshape(-1))
 
     def set_numbers(self, source: object, numbers: list[float], hosts: list[float]) -> None:
         """Set the numbers of one source's launches, from the next replay on.
 
         Args:
-            source: the value of `Recording.source` when they were recorded.
+            source: the value of `scalars.source` when they were recorded.
             numbers: the dynamic scalars of the source.
             hosts: the values of its 0-d tensors on the CPU.
         """
         for launch in self.launches:
-            if launch.source != source:
-                continue
-            own = [numbers[i] if i >= 0 else n for i, n in zip(launch.number_indices, launch.numbers, strict=True)]
-            if launch.numbers != own or launch.hosts != hosts or 0.0 in own:
-                launch.numbers, launch.hosts = own, hosts
-                self._write_numbers(launch)
-                self._numbers_changed = True
+            if launch.source == source:
+                launch.set(numbers, hosts)
 
     def move(self, addresses: list[int]) -> bool:
         """Set the addresses of the moving tensors, from the next replay on.
@@ -301,37 +278,20 @@ class Recording:
                 launch.pointers[i] = np.where(index >= 0, new[index], 0)
             if launch.moving:
                 self._write_table(launch)
-        self._tables_changed = True
         return True
 
     def replay(self) -> None:
         """Run the recorded launches on the current stream, with the current numbers and addresses."""
-        if self._tables_changed:
-            self._upload(len(self._host))
-        elif self._numbers_changed:
-            self._upload(self._numbers_end)
-        self._numbers_changed = self._tables_changed = False
+        if self._words.changed[1]:
+            self._words.upload()
         self._tape.replay()
-
-    def _upload(self, count: int) -> None:
-        """Copy the first words of the buffer to the device.
-
-        Each copy has new pinned memory, since the previous copy may still be reading its own: torch's allocator reuses
-        that memory once the copy is done.
-        """
-        if self.device.type != "cuda":
-            self._words[:count].copy_(torch.from_numpy(self._host[:count]))
-            return
-        pinned = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
-        pinned.numpy()[:] = self._host[:count]
-        self._words[:count].copy_(pinned, non_blocking=True)
 
     def matches_device(self) -> bool:
         """Return whether the device's copy of numbers and tables equals the host's. Waits for the device."""
-        return bool((self._words.cpu().numpy() == self._host).all())
+        return self._words.matches_device()
 
 
-def _release(grids: list[LaunchGrid], key: int, tape: CudaTape | HostTape) -> None:
+def _release(grids: list[Grid | GradNormGrid], key: int, tape: CudaTape | HostTape) -> None:
     for grid in grids:
         grid.forget(key)
     tape.reset()
@@ -347,7 +307,8 @@ _active: ContextVar[Recording | None] = ContextVar("recording", default=None)
 def _recording(recording: Recording) -> Iterator[None]:
     token = _active.set(recording)
     try:
-        yield
+        with recording.scalars.active():
+            yield
     finally:
         _active.reset(token)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.call_key import callers_tensors, has_parts
-from subtensors.bucketed.calls.call_spec import CallSpec
-from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.compilation.compiled import Compiled
-from subtensors.bucketed.compilation.size_polymorphic import CompileCache
-from subtensors.bucketed.fallbacks import summarize_error
-from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.side_effects import TrainingDetector
-from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics
+from subtensors.bucketed.call_key import callers_tensors, has_parts
+from subtensors.bucketed.call_spec import CallSpec
+from subtensors.bucketed.compiled import CompileCache, Compiled
+from subtensors.bucketed.outputs import Outputs
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.side_effects import TrainingDetector, dense_of
+from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics, summarize_error
+from subtensors.dispatch.fused.tensor_columns import written_overlap
 from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
+from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
@@ -146,16 +146,16 @@ class Bucket:
         """Return the reason why a replay can't answer this call, or "" if it can."""
         if not self.written_inputs:
             return ""
-        inputs = self.spec.inputs
-        if len({id(leaves[s.leaf]) for s in inputs}) == len(inputs):
+        given = [dense_of(leaves[source.leaf]) for source in self.spec.inputs]
+        if len({t.untyped_storage().data_ptr() for t in given}) == len(given):
             return ""
-        return "it writes to an argument, and one tensor is given as several"
+        overlaps = written_overlap([[t] for t in given], self.written_inputs)
+        return "it writes to an argument, which shares memory with another one" if overlaps else ""
 
     def write_back(self, leaves: Sequence[PyTree]) -> None:
         """Copy what the program wrote into its static inputs back to the arguments of the call."""
         for i in self.written_inputs:
-            given = leaves[self.spec.inputs[i].leaf]
-            dense = given._dense if type(given) is PaddedTensor else given
+            dense = dense_of(leaves[self.spec.inputs[i].leaf])
             dense.copy_(self.statics[i][tuple(map(slice, dense.shape))])
 
     def inputs(self) -> list[Tensor]:
@@ -205,9 +205,10 @@ class Bucket:
                 leaves[source.leaf] = wrap_with_grad(PaddedValue(static, tuple(dims), own_sizes, fill=0))
             else:
                 leaves[source.leaf] = static
-        versions = [static._version for static in statics]
+        writes = Writes(statics)
         outputs = Outputs.of(self.call_program(leaves), list(self.uncopied.values()))
-        self.written_inputs |= {i for i, v in enumerate(versions) if statics[i]._version != v}
+        written = set(map(id, writes.written()))
+        self.written_inputs |= {i for i, static in enumerate(statics) if id(static) in written}
         return outputs
 
     def call_program(self, leaves: Sequence[PyTree]) -> PyTree:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.calls.call_format import AS_GIVEN, CallFormat
-from subtensors.bucketed.calls.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
-from subtensors.bucketed.calls.call_spec import CallSpec, NotCacheable, analyze, device_of, dim_sizes
-from subtensors.bucketed.calls.dim_spec import ArgumentDims
-from subtensors.bucketed.calls.outputs import Cut, Outputs
-from subtensors.bucketed.calls.python_objects import is_identity_keyed
+from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
+from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, NotCacheable, analyze, device_of
+from subtensors.bucketed.dim_spec import ArgumentDims, dim_sizes
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.nested_call import NestedCall, unwrap_padded_leaves
-from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.outputs import Cut, Outputs
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.python_objects import is_identity_keyed
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree

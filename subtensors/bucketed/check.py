@@ -30,9 +30,8 @@ from torch import Tensor
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall
-from subtensors.bucketed.calls.call_key import READ_IN_PLACE, callers_tensors
-from subtensors.bucketed.calls.call_spec import padded_leaves
-from subtensors.bucketed.calls.python_objects import ObjectSnapshot
+from subtensors.bucketed.call_key import READ_IN_PLACE, callers_tensors
+from subtensors.bucketed.call_spec import padded_leaves
 from subtensors.bucketed.compare_runs import (
     NOISE_RUNS,
     Observed,
@@ -42,9 +41,10 @@ from subtensors.bucketed.compare_runs import (
     observe,
     unit_in_the_last_place,
 )
-from subtensors.bucketed.fallbacks import summarize_error
-from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.rollback import Snapshot
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.python_objects import ObjectSnapshot
+from subtensors.bucketed.side_effects import Snapshot, dense_of
+from subtensors.bucketed.statistics import summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_distributed
 from subtensors.dispatch.ops.errors import RuleError
@@ -202,7 +202,7 @@ class Checker:
 
     def snapshot(self, bucket: Bucket, leaves: Sequence[PyTree], extra: Iterable[Tensor] = ()) -> Snapshot:
         """Return a snapshot of what a call may write to: the state, tensors and objects among the arguments."""
-        given = [x._dense if type(x) is PaddedTensor else x for x in leaves if isinstance(x, Tensor)]
+        given = [dense_of(x) for x in leaves if isinstance(x, Tensor)]
         others = [x for x in leaves if not isinstance(x, Tensor)]
         undo = [ObjectSnapshot(others).restore]
         return Snapshot(self._state, [bucket.device], [], [*extra, *given, *callers_tensors(others)], undo)
@@ -228,7 +228,8 @@ class Checker:
             expected.not_checked, expected.error = f"the plain program raises {summarize_error(error)}", error
         else:
             try:
-                expected.written = {name: t for name, t in self._named().items() if before.has_written(t)}
+                written = before.written_ids()
+                expected.written = {name: t for name, t in self._named().items() if id(t) in written}
                 expected.observed = self._observe(expected.result, leaves, expected.written)
             except Exception as error:  # of a result whose gradients can't be taken
                 expected.not_checked = f"its results can't be compared: {summarize_error(error)}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.calls.python_objects import flatten_result_objects
+from subtensors.bucketed.python_objects import flatten_result_objects
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.padded.padded_tensor import PaddedTensor
 

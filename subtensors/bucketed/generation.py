@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
+from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import PyTree

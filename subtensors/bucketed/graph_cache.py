@@ -15,11 +15,11 @@ The program runs once before its first capture alone: at another size the captur
 answer, unless the program keeps tensors that it makes, or tunes something, at every size.
 
 A capture records addresses, so everything that it reads must stay where it is: the static inputs of the bucket, and
-the state of the program (`state/guards.py`). When `StateGuard.first_change()` names a change, `drop_stale` drops every
+the state of the program (`state_guard.py`). When `StateGuard.first_change()` names a change, `drop_stale` drops every
 graph, takes a new snapshot, and the next call of each bucket recaptures it. A program that never reaches a replay
 between recaptures is not captured any more. All graphs of a device share one memory pool (`dispatch/graphs/pool.py`),
 so evicting one returns its part of the memory, and a replay overwrites what other graphs computed: `replay_count` tells
-a backward whether its forward must be replayed again (`autograd_node.py`).
+a backward whether its forward must be replayed again (`autograd_nodes.py`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from subtensors.bucketed.bucket import Bucket, Call
-from subtensors.bucketed.calls.call_spec import BucketKey, CallSpec
-from subtensors.bucketed.compilation.size_polymorphic import CompileCache, CompileOptions
-from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.rollback import RngState, rollback_on_error
+from subtensors.bucketed.call_spec import BucketKey, CallSpec
+from subtensors.bucketed.compiled import CompileCache, CompileOptions
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.side_effects import RngState, rollback_on_error
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.byte_sizes import format_bytes
 from subtensors.dispatch.graphs import capture
+from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
@@ -167,9 +168,9 @@ class GraphCache:
         self._make_room(bucket)
         bucket.allocate()
         assert bucket.pool is not None
-        versions, active_bytes = self.state.versions(), bucket.pool.active_bytes()
+        writes, active_bytes = Writes(self.state.guard.distinct_tensors), bucket.pool.active_bytes()
         self._capture(bucket)
-        self._note_writes(versions)
+        self._note_writes(writes)
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves):
             bucket.no_graph_reason = ""
             return None
@@ -196,11 +197,11 @@ class GraphCache:
         """Run the program once, which answers the call, and capture it."""
         self._make_room(bucket)
         bucket.allocate()
-        versions, rng_state = self.state.versions(), capture.rng_state(bucket.device)
+        writes, rng_state = Writes(self.state.guard.distinct_tensors), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
         with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
             result = bucket.first_run(self.state, spec, leaves)
-        self._note_writes(versions)
+        self._note_writes(writes)
         self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
         self.state.optimizers.take_snapshot()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
@@ -222,9 +223,9 @@ class GraphCache:
         bucket.last_call = next(self.call_numbers)
         bucket.needs_recapture = False
 
-    def _note_writes(self, before: list[int] | None) -> None:
-        """Note whether the program wrote to its state since `before`, its versions at an earlier time."""
-        self.has_side_effects = self.state.note_writes(before) or self.has_side_effects
+    def _note_writes(self, since: Writes) -> None:
+        """Note whether the program wrote to its state."""
+        self.has_side_effects = self.state.note_writes(since) or self.has_side_effects
 
     def _capture(self, bucket: Bucket) -> None:
         """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""

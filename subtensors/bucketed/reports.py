@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from subtensors.arguments import whole_number
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CallCache
-from subtensors.bucketed.calls.dim_spec import ArgumentDims
 from subtensors.bucketed.check import Checker
-from subtensors.bucketed.fallbacks import Fallbacks
+from subtensors.bucketed.dim_spec import ArgumentDims
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.module_proxy import ModuleProxy
-from subtensors.bucketed.statistics import Statistics
+from subtensors.bucketed.statistics import Fallbacks, Statistics
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 from subtensors.sizes.plot_buckets import plot_sizes

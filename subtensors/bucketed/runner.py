@@ -4,23 +4,23 @@ What a call `run(x)` passes, the second time that it is made:
 
 ```
     run(x)
-      | flatten, shared_key, leaf_key                           (calls/call_key.py)
+      | flatten, shared_key, leaf_key                           (call_key.py)
       v
      key ----> CachedCall ----> Bucket                          (a lookup in CallCache.known)
                                   | load: copy and pad x into static inputs, one kernel
                                   | replay: one CUDA graph, or the program itself on a CPU
                                   v                             (bucket.py)
-     StateGuard.first_change(): is what the graph read stale?   (state/guards.py, beside the replay)
+     StateGuard.first_change(): is what the graph read stale?   (state_guard.py, beside the replay)
       |                           |
       | no change                 | a change: GraphCache.drop_stale(), and the call starts over
       v
-     cuts: a copy of each result at its true sizes              (calls/outputs.py)
+     cuts: a copy of each result at its true sizes              (outputs.py)
 ```
 
 The first call of a key is analyzed (`call_cache.py`), the first call of a bucket runs the program and captures it
 (`graph_cache.py`). A call that has no graph, for whatever reason, falls back: it runs the program at its true sizes,
-and the reason is counted (`fallbacks.py`). A call that autograd tracks is a node of the caller's autograd graph, whose
-backward is a second CUDA graph (`autograd_node.py`); a call made inside another bucketed program becomes a part of it.
+and the reason is counted (`statistics.py`). A call that autograd tracks is a node of the caller's autograd graph, whose
+backward is a second CUDA graph (`autograd_nodes.py`); a call made inside another bucketed program becomes a part of it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from torch import Tensor
 
 from subtensors.arguments import flag
-from subtensors.bucketed.autograd_node import ReplayFunction, TrainingCall
+from subtensors.bucketed.autograd_nodes import TrackedFunction, TrainingCall
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall, CallCache
-from subtensors.bucketed.calls.call_format import inside_program
-from subtensors.bucketed.calls.call_key import (
+from subtensors.bucketed.call_key import (
     READ_IN_PLACE,
     CallKey,
     SharedKey,
@@ -47,21 +46,20 @@ from subtensors.bucketed.calls.call_key import (
     leaf_key,
     shared_key,
     sizes_sharing,
-    why_not_replayable,
 )
-from subtensors.bucketed.calls.call_spec import CallSpec
-from subtensors.bucketed.calls.dim_spec import ArgumentDims
+from subtensors.bucketed.call_spec import CallSpec, inside_program
 from subtensors.bucketed.check import Checker, CheckReport, Schedule
-from subtensors.bucketed.compilation.size_polymorphic import CompileOptions
-from subtensors.bucketed.fallbacks import Fallbacks, summarize_error
+from subtensors.bucketed.compiled import CompileOptions
+from subtensors.bucketed.dim_spec import ArgumentDims, warmup_calls, with_progress
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.module_proxy import Program
+from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reports import Reports
-from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.rollback import restore_all
+from subtensors.bucketed.side_effects import restore_all
+from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
-from subtensors.bucketed.warmup import warmup_calls, with_progress
+from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import autograd, dynamo
@@ -216,7 +214,7 @@ class Bucketed(Reports, Generic[P, R]):
         assert bucket.outputs is not None
         outputs = bucket.outputs
         call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
-        tensors = iter(ReplayFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
+        tensors = iter(TrackedFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
         bucket.count_call(cached.elements, is_hit=True)
         leaves = [next(tensors) if isinstance(x.value, Tensor) else x.cut(spec.host)() for x in outputs.leaves]
         return outputs.rebuild(leaves)

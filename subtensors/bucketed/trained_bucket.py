@@ -1,4 +1,4 @@
-"""The forward and the backward of a bucket, each a CUDA graph; `ReplayFunction` makes them a node of autograd.
+"""The forward and the backward of a bucket, each a CUDA graph; `TrackedFunction` makes them a node of autograd.
 
 Gradients are returned in memory of their own, so that the next bucket does not overwrite them.
 
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call, HostSizes, capture_modes
-from subtensors.bucketed.calls.call_spec import CallSpec, padded_leaves
-from subtensors.bucketed.calls.outputs import Outputs, cut_and_copy_aliases
-from subtensors.bucketed.calls.python_objects import flatten_result_objects
-from subtensors.bucketed.compilation.compiled_gradients import CompiledGradients
-from subtensors.bucketed.compilation.size_polymorphic import CompileCache
-from subtensors.bucketed.state.program_state import State, leaf_ids_of
-from subtensors.bucketed.state.rollback import restore_state
-from subtensors.bucketed.state.side_effects import SideEffects, TrainingDetector, WriteDetector
+from subtensors.bucketed.call_spec import CallSpec, padded_leaves
+from subtensors.bucketed.compiled import CompileCache
+from subtensors.bucketed.compiled_gradients import CompiledGradients
+from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
+from subtensors.bucketed.program_state import State, leaf_ids_of
+from subtensors.bucketed.python_objects import flatten_result_objects
+from subtensors.bucketed.side_effects import SideEffects, TrainingDetector, dense_of, restore_state
+from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool
 from subtensors.dispatch.ops.tree import PyTree
@@ -167,14 +167,14 @@ class TrainedBucket(Bucket):
     def first_run(self, state: State, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
         padded = padded_leaves(leaves, spec, self.device)
-        copies = [(given, x, WriteDetector([x])) for given, x in zip(leaves, padded, strict=True) if x is not given]
-        versions, steps = state.versions(), TrainingDetector(state)
-        input_writes = WriteDetector(padded[source.leaf] for source in spec.inputs)
-        uncopied_writes = WriteDetector(self.callers_tensors())
+        copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
+        state_writes, steps = Writes(state.guard.distinct_tensors), TrainingDetector(state)
+        input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)
+        uncopied_writes = Writes(map(dense_of, self.callers_tensors()))
 
         with self.watched():  # on the caller's stream, which its backward is on as well
             results, structure = self._run_tracked(padded, leaves)
-        state.note_writes(versions)
+        state.note_writes(state_writes)
         with torch.no_grad():
             for given, x, writes in copies:
                 if writes.any():

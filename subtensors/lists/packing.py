@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.graphs.guards import IdentityGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 from subtensors.dispatch.torch_internals.memory import use_count
@@ -123,20 +123,20 @@ class ElementAddresses:
     def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._addresses = layout.addresses(flats)
-        self._guard: IdentityGuard | None = None
+        self._guards: tuple[AddressSnapshot, LayoutSnapshot] | None = None
 
     def match(self, elements: Sequence[torch.Tensor]) -> bool:
         """Return whether each element is still where it was packed, with the same shape and strides."""
-        if self._guard is not None and self._guard.matches(elements):
+        if self._guards is not None and self._guards[0].matches(elements) and self._guards[1].matches(elements):
             return True
-        self._guard = None
+        self._guards = None
         are_in_place = (
             list(map(torch.Tensor.data_ptr, elements)) == self._addresses
             and tuple(map(torch.Tensor.stride, elements)) == self._layout.strides
             and tuple([t.shape for t in elements]) == self._layout.shapes
         )
         if are_in_place:
-            self._guard = IdentityGuard(elements)
+            self._guards = AddressSnapshot(elements, with_layout=False), LayoutSnapshot(elements)
             self.any_requires_grad = any(t.requires_grad for t in elements)
         return are_in_place
 

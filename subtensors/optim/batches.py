@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.tensor_columns import BlockScales, TensorColumn
+from subtensors.dispatch.graphs.guards import are_same, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals import memory
@@ -119,7 +120,7 @@ class Batch:
         if self._last_call is not None and self._last_call.key == call.key:
             call.launches = self._last_call.launches  # the same columns, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
-        is_template = not self.is_complex and all(map(is_immutable, options))
+        is_template = not self.is_complex and all(map(is_plain, options))
         self._last_call = call.with_list(GRADIENTS, TensorColumn()) if is_template else None
         self._last_options = options
         return call
@@ -129,13 +130,6 @@ class Batch:
         if self._last_call is None or not all(map(is_, options, self._last_options)):
             return None
         return self._last_call.with_list(GRADIENTS, gradients)
-
-
-def is_immutable(option: object) -> bool:
-    """Return whether an option is immutable, so that the same object always has the same value."""
-    if type(option) is tuple:
-        return all(map(is_immutable, option))
-    return option is None or type(option) in (bool, int, float, str, torch.dtype)
 
 
 def _has_plain_gradient(p: Tensor) -> bool:
@@ -159,14 +153,14 @@ class GroupBatches:
 
     def has_values(self, group: ParamGroup) -> bool:
         """Return whether the values of the group are the very objects that were last accepted."""
-        return len(group) == len(self._values) and all(map(is_, group.values(), self._values))
+        return are_same(group.values(), self._values)
 
     def accept(self, group: ParamGroup, entries: tuple[str, ...]) -> bool:
         """Return whether the group still has the state of these batches, and remember its values if it does."""
         if entries != self.entries or _storage_options(group) != self._storage:
             return False
         # The same object is the same value only if it is immutable.
-        is_known = all(is_immutable(value) for name, value in group.items() if name != "params")
+        is_known = all(is_plain(value) for name, value in group.items() if name != "params")
         self._values = list(group.values()) if is_known else []
         return True
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import AddressError, RuleError
 from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
 from subtensors.optim.dtensor import is_sharded
@@ -64,7 +65,7 @@ class Capture:
         Returns:
             False if nothing was done, and the step is to be taken eagerly.
         """
-        reason = _why_not_replayable()
+        reason = why_not_replayable()
         if not reason:
             step = (None if self.check else self._fast_check(optimizer)) or self._full_check(optimizer)
             reason = step.reason
@@ -83,7 +84,7 @@ class Capture:
 
     def try_fast_replay(self, optimizer: CapturableOptimizer) -> bool:
         """Replay the step if a fast check of packed memory suffices, as for most steps; otherwise return False."""
-        if self.packed is None or self.check or _why_not_replayable():
+        if self.packed is None or self.check or why_not_replayable():
             return False
         step = self._fast_check(optimizer)
         if step is None or step.recording is None:
@@ -196,12 +197,3 @@ def new_capture(params: Sequence[Tensor], packed: bool, check: bool | None) -> C
     if check is None:
         check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
     return Capture(check, FlatBuffers(params) if packed and params else None)
-
-
-def _why_not_replayable() -> str:
-    """The reason why no step can be replayed now; empty if one can."""
-    if torch.compiler.is_compiling():
-        return "the step is being compiled"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "the step is part of a graph that is being captured"
-    return ""

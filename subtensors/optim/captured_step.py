@@ -8,7 +8,6 @@ of gradients may change from step to step, and are handed to the replay.
 from __future__ import annotations
 
 from functools import partial
-from operator import is_
 from typing import Any, ClassVar, Protocol
 
 import optree
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressGuard, AddressLayoutGuard, MetadataGuard
-from subtensors.dispatch.graphs.protocols import NotRecordable
-from subtensors.dispatch.graphs.released_tensors import check_resident
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same, is_plain
+from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
-from subtensors.optim.batches import GroupBatches, indices_without_gradient, is_immutable
+from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.state import needed_entries
 from subtensors.optim.step import SteppedOptimizer, Updater
@@ -31,8 +30,20 @@ from subtensors.optim.step import SteppedOptimizer, Updater
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
 
+_SCALES = ("grad_scale", "found_inf")
+
 CONSTANT_NUMBER = "a number changed that is a constant of this optimizer's graph"
 CONSTANT_GRADIENT = "a gradient moved whose address is a constant of this optimizer's graph"
+CONSTANTS = (
+    "state was added or replaced",
+    "a parameter group was added or removed",
+    "a mode of torch changed",
+    "a value changed that update reads besides its arguments",
+    "the current stream changed",
+    *["a loss scale was added or removed"] * len(_SCALES),
+)
+"""The reasons to give where one of a recording's constants changed."""
+
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
@@ -59,29 +70,28 @@ class CapturedStep:
         updater = optimizer._updater
         groups = optimizer.param_groups
         self.recording: Recording | None = None
+        self._sources: list[object] = [(id(optimizer), index) for index in range(len(groups))]
+        """The source of each group's numbers in the recording."""
         self.reason = ""
         """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
         batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, i, own)]
         self.batches = batches
         self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
         self.stamp = optimizer.state.version.stamp
-        self.modes = _modes()
-        self.read_values = updater.function.read_values()
         self.params = [p for batch in batches for p in batch.params]
-        self.param_guard = AddressLayoutGuard(self.params)
+        self.param_guard = AddressSnapshot(self.params)
         self.state = [t for batch in batches for column in batch.columns() for t in column]
-        self.state_guard = AddressGuard(self.state)
+        self.state_guard = AddressSnapshot(self.state, with_layout=False)
         own = _present(gradients)
-        self.gradient_guard = AddressLayoutGuard(own)
-        self.gradient_metadata = MetadataGuard(own)
+        self.gradient_guard = AddressSnapshot(own)
+        self.gradient_metadata = LayoutSnapshot(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
-        self.scales = tuple(getattr(optimizer, name, None) is not None for name in _SCALES)
         self.options = [options_of(group) for group in groups]
         self.values: list[list[object]] = [[] for _ in groups]
         """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
         devices = {batch.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
-        self.stream = current_stream(self.device)
+        self.constants = self._read_constants(optimizer)
         self.paths = [number_paths(updater, group, self.device) for group in groups]
         taken = [step_signature(updater, group, self.device) for group in groups]
         self.signatures = [signature for signature, _, _ in taken]
@@ -115,7 +125,7 @@ class CapturedStep:
         moved = self.first_moved()
         if moved or not self.gradient_guard.matches(_present(optimizer._updater.gradients(optimizer.param_groups))):
             raise AddressError(f"{moved or 'a gradient'} moved while a step was captured")
-        self.constants = [set(range(len(paths))) for paths in self.paths]
+        self.constant_numbers = [set(range(len(paths))) for paths in self.paths]
         """The positions of each group's numbers that are constants of the graph: a new value needs a recapture."""
         for launch in self.recording.launches:
             if launch.source is not None:  # the norm has no source, and takes no numbers
@@ -125,12 +135,11 @@ class CapturedStep:
         """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
-            for name, is_given in zip(_SCALES, self.scales, strict=True)
-            if is_given
+            for name in _SCALES
+            if getattr(optimizer, name, None) is not None
         }
         given = {name: getattr(optimizer, name) for name in self.buffers}
-        own = [*self.params, *self.state]
-        versions = [t._version for t in own]
+        writes = Writes([*self.params, *self.state])
         try:
             vars(optimizer).update(self.buffers)
             recording.record(partial(optimizer._updater.update_all, optimizer), gradients)
@@ -143,7 +152,7 @@ class CapturedStep:
             raise NotRecordable(f"torch could not capture it: {str(error).splitlines()[0]}") from error
         finally:
             vars(optimizer).update(given)
-        if [t._version for t in own] != versions:
+        if writes.any():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.update writes parameters or state by torch operations, which ran when the "
                 "step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
@@ -151,18 +160,18 @@ class CapturedStep:
 
     def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
-        assert isinstance(launch.source, int)
-        group = optimizer.param_groups[launch.source]
+        index = self._sources.index(launch.source)
+        group = optimizer.param_groups[index]
         _, numbers, hosts = step_signature(optimizer._updater, group, self.device)
         if self.has_other_ops:
-            launch.number_indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
+            launch.indices = [next((i for i, n in enumerate(numbers) if n is own), -1) for own in launch.numbers]
         else:
-            launch.number_indices = [*range(len(numbers))]
+            launch.indices = [*range(len(numbers))]
             if launch.numbers != numbers:
                 raise NotRecordable(f"a number of {type(optimizer).__name__} is not one of its parameter group")
         if launch.hosts not in ([], hosts):
             raise NotRecordable(f"a number on the CPU of {type(optimizer).__name__} is not one of its group")
-        self.constants[launch.source] -= set(launch.number_indices)
+        self.constant_numbers[index] -= set(launch.indices)
 
     def __repr__(self) -> str:
         launches = "eager" if self.recording is None else f"{len(self.recording.launches)} launches"
@@ -171,13 +180,8 @@ class CapturedStep:
 
     def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""
-        if (index := self.param_guard.first_changed(self.params)) is not None:
-            return f"parameter {index} of the step"
-        if not self.param_guard.matches(self.params):
-            return "the layout of a parameter"
-        if (index := self.state_guard.first_changed(self.state)) is not None:
-            return f"state tensor {index} of the step"
-        return ""
+        params = self.param_guard.changed(self.params, "parameter")
+        return params or self.state_guard.changed(self.state, "state tensor")
 
     def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
@@ -194,30 +198,34 @@ class CapturedStep:
 
     def fast_check(self, optimizer: CapturableOptimizer) -> str:
         """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
-        if optimizer.state.version.stamp is not self.stamp:
-            return "state was added or replaced"
-        if len(optimizer.param_groups) != len(self.groups):
-            return "a parameter group was added or removed"
+        constants = self._read_constants(optimizer)
+        if constants != self.constants:
+            pairs = zip(CONSTANTS, constants, self.constants, strict=True)
+            return next(reason for reason, now, before in pairs if now != before)
         for i, group in enumerate(optimizer.param_groups):
             if not self.groups[i].has_params(group["params"]):
                 return f"the parameters of group {i} were replaced"
             values = self.values[i]
-            if len(group) == len(values) and all(map(is_, group.values(), values)):
+            if are_same(group.values(), values):
                 continue  # the very objects of the last step: none of them changed
             if reason := self._update_options(optimizer, i, group):
                 return reason
         for batch in self.batches:
             if batch.is_stale():
                 return "state moved"
-        if _modes() != self.modes:
-            return "a mode of torch changed"
-        if optimizer._updater.function.read_values() != self.read_values:
-            return "a value changed that update reads besides its arguments"
-        if self.stream != current_stream(self.device):
-            return "the current stream changed"
-        if self.scales != tuple([getattr(optimizer, name, None) is not None for name in _SCALES]):
-            return "a loss scale was added or removed"
         return ""
+
+    def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
+        """The values that a recording holds besides tensors and numbers, one for each of `CONSTANTS`."""
+        return (
+            optimizer.state.version.stamp,
+            len(optimizer.param_groups),
+            modes()[1:],  # grad mode, the first, has no effect within a step
+            optimizer._updater.function.read_values(),
+            current_stream(self.device),
+            getattr(optimizer, "grad_scale", None) is None,
+            getattr(optimizer, "found_inf", None) is None,
+        )
 
     def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
@@ -225,7 +233,7 @@ class CapturedStep:
         if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
             return f"group {index} needs other state"
         options = options_of(group)
-        are_immutable = all(map(is_immutable, options))
+        are_immutable = all(map(is_plain, options))
         if are_immutable and all(map(differ_by_scalars, options, self.options[index])):
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
@@ -234,9 +242,9 @@ class CapturedStep:
             if signature != self.signatures[index]:
                 return "an option changed that decides the math"
         if self.recording is not None:
-            if any(numbers[i] != self.numbers[index][i] for i in self.constants[index]):
+            if any(numbers[i] != self.numbers[index][i] for i in self.constant_numbers[index]):
                 return CONSTANT_NUMBER
-            self.recording.set_numbers(index, numbers, hosts)
+            self.recording.set_numbers(self._sources[index], numbers, hosts)
         self.options[index] = options
         self.values[index] = list(group.values()) if are_immutable else []
         return ""
@@ -249,7 +257,7 @@ class CapturedStep:
         if has_moved and self.has_other_ops and self.recording is not None:
             return CONSTANT_GRADIENT
         if has_moved:
-            guard = AddressLayoutGuard(own)
+            guard = AddressSnapshot(own)
             if self.recording is not None and not self.recording.move(guard.addresses):
                 return "a gradient shares memory with what the step writes"
             self.gradient_guard = guard
@@ -258,7 +266,8 @@ class CapturedStep:
     def replay(self, optimizer: CapturableOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
-        check_resident((self.params, self.state))
+        if Release.count:
+            check_resident((self.params, self.state))
         for name, buffer in self.buffers.items():
             buffer.copy_(getattr(optimizer, name), non_blocking=True)
         self.recording.replay()
@@ -274,14 +283,6 @@ class CapturedStep:
                 f"{moved} moved since it was captured, unseen by the step: put new tensors into opt.state[p] rather "
                 "than moving those that are there, or call opt.capture() again"
             )
-
-
-_SCALES = ("grad_scale", "found_inf")
-
-
-def _modes() -> tuple[object, ...]:
-    """The modes of torch that decide the math; grad mode, which has no effect within a step, is left out."""
-    return modes()[1:]
 
 
 def _present(gradients: Gradients) -> list[Tensor]:

@@ -7,13 +7,13 @@ matrices is done by every process on the gathered tensors, and each process keep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.torch_internals import ops as ops_internals
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class LocalShards:
     def have_changed(self) -> bool:
         """Return whether the parameters' local shards changed since the last call; update `own` if they did."""
         now = ops_internals.local_tensors(self.params)
-        if len(self.own) == len(now) and all(map(is_, self.own, now)):
+        if are_same(now, self.own):
             return False
         self.own = TensorColumn(now, keeps_layout=True)
         return True

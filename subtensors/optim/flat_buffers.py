@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subtensors.dispatch.graphs.guards import AddressLayoutGuard
+from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
 from subtensors.lists.packing import pack
@@ -86,7 +86,7 @@ class FlatBuffers:
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
         self.gradient_addresses = self._attach()
-        self._gradient_guard = AddressLayoutGuard(list(map(_gradient, self.params)) if self._are_few else [])
+        self._gradient_guard = AddressSnapshot(list(map(_gradient, self.params)) if self._are_few else [])
         self._gradient_ends = list(map(_gradient, self._ends))
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class FlatBuffers:
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._version)
-        self._guard = AddressLayoutGuard(self.params if self._are_few else [])
+        self._guard = AddressSnapshot(self.params if self._are_few else [])
         self._stamp = self._version.stamp
         self._counts = self._sharers.counts()
         self._gradient_counts = self._gradient_sharers.counts()
@@ -162,7 +162,7 @@ class FlatBuffers:
     def not_packed(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The given parameters that are not packed."""
         given = list(params)
-        if len(given) == len(self.params) and all(map(is_, given, self.params)):
+        if are_same(given, self.params):
             return []
         own = set(map(id, self.params))
         return [p for p in given if id(p) not in own]

@@ -9,8 +9,7 @@ further kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.graphs.guards import AddressGuard
-from subtensors.dispatch.graphs.protocols import NotRecordable
+from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
 from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
@@ -103,21 +102,16 @@ class GradientNorm:
         return None
 
 
-class _Sweep:
+class _Sweep(Recordable):
     """The kernel over the gradients of some batches, with their last addresses; a recording takes its launches."""
 
-    scalars: Sequence[Callable[[Sequence[float]], float]] = ()
-    kinds: Sequence[type[float] | type[int]] = ()
-    hosts: Sequence[int] = ()
-    observed: frozenset[int] = frozenset()
-    stores: Mapping[int, int] = {}
-    is_seeded = False
+    grid: GradNormGrid
 
     def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
         self.batches, self.seed, self.device = batches, total, total.device
         self.dtypes = [g.dtype for g in gradients]
         self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
-        self._guard: AddressGuard | None = None
+        self._guard: AddressSnapshot | None = None
         self._table = total
         self._stream = 0
         """The stream of the last eager call."""
@@ -127,16 +121,7 @@ class _Sweep:
 
     def fits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
         """Return whether this kernel was built for these batches, gradient dtypes and total."""
-        return (
-            len(batches) == len(self.batches)
-            and all(map(is_, batches, self.batches))
-            and total is self.seed
-            and [g.dtype for g in gradients] == self.dtypes
-        )
-
-    def new_arenas(self) -> list[Tensor]:
-        """An empty list: the sum has memory of its own."""
-        return []
+        return are_same(batches, self.batches) and total is self.seed and [g.dtype for g in gradients] == self.dtypes
 
     def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
         """The launch of a recording, if the next one may be merged with it; else None."""
@@ -147,7 +132,7 @@ class _Sweep:
         own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := current_recording()) is not None:
-            if not all(map(is_, own, gradients)):
+            if not are_same(own, gradients):
                 raise NotRecordable("a gradient that does not fill its memory is copied")
             recording.launch(self, [own], [])
             return None
@@ -155,7 +140,7 @@ class _Sweep:
         is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
         guard, table = self._guard, self._table
         if guard is None or not guard.matches(own):
-            guard = AddressGuard(own)
+            guard = AddressSnapshot(own, with_layout=False)
             table = to_device(self.grid.rows([guard.addresses]), self.device)
         self._copies = [g for g, given in zip(own, gradients, strict=True) if g is not given]
         if is_capturing:

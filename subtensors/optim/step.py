@@ -19,7 +19,6 @@ from subtensors.dispatch.fused.bound_call import FusedCall, interprets_kernels
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
-from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import dynamo, ops
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.gc_pause import gc_paused
@@ -121,20 +120,15 @@ class Updater:
 
     def update_all(self, optimizer: SteppedOptimizer) -> None:
         """Update every parameter that has a gradient, now or in the graph that is being captured."""
-        recording = current_recording()
         groups = optimizer.param_groups
         gradients = self.gradients(groups)
         batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
         prelude = None
         if any(group.get("max_norm") is not None for group in groups):
-            if recording is not None:
-                recording.source = None
             pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
             prelude = self.norm.take(pairs, self.is_fused)
         dynamic = current_scalars()
         for index, group in enumerate(groups):
-            if recording is not None:
-                recording.source = index
             if dynamic is not None:
                 dynamic.source = id(optimizer), index
             for batch in batches[index]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subtensors as st
-from subtensors.bucketed.state import rollback
+from subtensors.bucketed import side_effects
 
 SEQ = st.Dim("n", max=64, buckets=[8, 16])
 DIMS = {"x": {1: SEQ}}
@@ -270,7 +270,7 @@ def test_a_call_that_draws_random_numbers_is_not_checked_and_says_so(device: str
 
 
 def test_a_write_too_large_to_undo_makes_the_plain_run_the_answer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 8)
     total = torch.zeros(4, dtype=torch.float64, device=device)
 
     def program(x: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def test_a_write_too_large_to_undo_makes_the_plain_run_the_answer(device: str, m
 def test_a_result_that_no_graph_can_return_is_returned_where_writes_are_too_large_to_undo(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 8)
     total = torch.zeros(4, dtype=torch.float64, device=device)
 
     def program(x: Tensor) -> set[Tensor]:
@@ -301,7 +301,7 @@ def test_a_result_that_no_graph_can_return_is_returned_where_writes_are_too_larg
 def test_an_error_of_a_program_whose_writes_are_too_large_to_undo_is_raised_after_one_run(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 8)
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 8)
     total = torch.zeros(4, dtype=torch.float64, device=device)
 
     def program(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state import rollback
+from subtensors.bucketed import side_effects
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_the_largest_buffers_are_not_copied_for_a_rollback(device: str, monkeypa
     ours.register_buffer("cache", torch.zeros(100, device=device))
     nbytes = sum(buffer.nbytes for buffer in ours.buffers())
     for room, times in ((nbytes, 1), (nbytes - 1, 1), (0, 2)):
-        monkeypatch.setattr(rollback, "ROLLBACK_BYTES", room)
+        monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", room)
         before = ours.seen.clone(), ours.norm.num_batches_tracked.clone()
         st.bucketed(ours, {"x": {0: SEQ}}, check=False)(rows(5, device))
         assert (ours.seen - before[0]).tolist() == [times] * 3

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bucketed_rows import DIMS, rows
@@ -83,3 +85,48 @@ def test_a_key_of_ever_new_values_ends_without_further_graphs(device: str) -> No
     for step in range(130):
         torch.testing.assert_close(run(x), x.sum(0) + step)
     assert run.stats().fallbacks == {"key had 128 values, each with graphs of its own: give a tensor, or max_graphs": 2}
+
+
+class Power(IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+ALIKE: dict[str, tuple[complex, complex]] = {
+    "int and float": (1, 1.0),
+    "bool and int": (True, 1),
+    "signs of zero": (0.0, -0.0),
+    "numbers of NumPy": (np.float64(1.0), np.float64(2.0)),
+    "members of an enum": (Power.ONE, Power.TWO),
+}
+"""Values with which a program computes other dtypes or numbers; the first three pairs are equal in Python."""
+
+
+def scaled(x: Tensor, scale: complex) -> tuple[Tensor, Tensor]:
+    """Return what shows the type and the sign of a scale."""
+    return x.bool() * scale, 1 / (x * scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("kind", ["key", "argument", "attribute"])
+def test_values_that_compute_something_else_have_other_graphs(
+    kind: str, values: tuple[complex, complex], device: str
+) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = values[0]
+
+        def forward(self, x: Tensor, settings: object = None) -> tuple[Tensor, Tensor]:
+            return scaled(x, settings.scale if isinstance(settings, Settings) else self.scale)
+
+    net, settings = Scaled(), Settings(1.0)
+    run = st.bucketed(net, DIMS, key=settings if kind == "key" else None, check=False)
+    x = torch.arange(10, device=device).reshape(5, 2)
+    more = (settings,) if kind == "argument" else ()
+    for value in (*values, *values):
+        settings.scale = value  # type: ignore[assignment]
+        if kind != "argument":
+            net.scale = value
+        torch.testing.assert_close(run(x, *more), net(x, *more), rtol=0, atol=0)

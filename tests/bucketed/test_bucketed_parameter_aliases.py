@@ -12,7 +12,7 @@ from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state.program_state import State, leaf_ids_of
+from subtensors.bucketed.program_state import State, leaf_ids_of
 from subtensors.bucketed.trained_bucket import TrainedBucket
 
 

@@ -13,7 +13,8 @@ from bucketed_rows import DIMS, SEQ, assert_same, rows
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state.reachable_state import ReachableState
+from subtensors.bucketed.reachable_state import ReachableState
+from subtensors.bucketed.state_guard import StateGuard
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -240,3 +241,12 @@ def test_a_program_that_changes_a_constant_may_call_its_own_runner(device: str) 
     found = run(x)
     held.update(depth=0, scale=1.0)
     assert_same(found, x[:-3].sum(0) * 4 + 4 * 3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_replaced_parameter_of_a_scripted_module_is_a_change() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    guard = StateGuard(ReachableState(nn.Sequential(scripted)))
+    assert guard.first_change() == ""
+    scripted.weight = nn.Parameter(torch.ones(2, 2))
+    assert guard.first_change() == "0.weight was replaced: its address changed"

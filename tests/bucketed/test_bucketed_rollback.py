@@ -16,7 +16,7 @@ from counted_buckets import Counted
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.state import rollback
+from subtensors.bucketed import side_effects
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -79,7 +79,7 @@ def test_a_training_step_that_falls_back_is_taken_once(device: str, optimizer: s
 def test_a_write_to_a_tensor_too_large_to_copy_is_logged(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rollback, "ROLLBACK_BYTES", 100)
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 100)
     trained = Trained(device, "SGD", "raises")
     run = st.bucketed(trained.step, {"x": {0: SEQ}}, check=False)
     with caplog.at_level(logging.WARNING, "subtensors.bucketed"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.state.guards import TENSOR_PROPERTIES, TensorSnapshot
-from subtensors.bucketed.state.program_state import State
-from subtensors.bucketed.state.side_effects import SideEffects
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.side_effects import SideEffects
+from subtensors.dispatch.graphs.guards import TENSOR_PROPERTIES, TensorSnapshot
 
 
 def complex_matrix() -> Tensor:

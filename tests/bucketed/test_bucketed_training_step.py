@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.bucketed.bucket import capture_modes
+from subtensors.bucketed.state_guard import Optimizers
 
 
 class Net(nn.Module):
@@ -240,3 +241,22 @@ def test_a_step_with_a_gradient_scaler_falls_back(device: str) -> None:
             torch.testing.assert_close(p, q)
     if run.graph_cache.pools:
         assert ["a GradScaler asks the device" in reason for reason in run.stats().fallbacks] == [True]
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_learning_rate_on_the_host_is_a_constant_of_a_graph_on_another_device(place: str) -> None:
+    lr = torch.tensor(0.1, device=place)
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(2, device="meta"))])
+    opt.param_groups[0]["lr"] = lr
+    optimizers = Optimizers([opt])
+    assert optimizers.first_change() == ""
+    lr.fill_(0.2)
+    assert ("a number of an optimizer changed" in optimizers.first_change()) == (place == "cpu")
+
+
+@pytest.mark.parametrize("package", [st.optim, torch.optim])
+def test_a_parameter_that_is_added_to_a_group_is_a_change(package: Any) -> None:
+    opt = package.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizers = Optimizers([opt])
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    assert optimizers.first_change() == "the parameters of an optimizer changed"

@@ -207,3 +207,25 @@ def test_results_in_slots_sets_and_functions_belong_to_the_call(device: str, fol
             x = rows(n, device)
             assert type(taken(run(x))) is Tensor
             assert_same(taken(run(x)), softmax(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("overlap", [0, 2, 5])
+def test_an_argument_that_is_written_may_share_memory_with_another(overlap: int, device: str) -> None:
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    def views() -> tuple[Tensor, Tensor]:
+        both = torch.arange(30.0, device=device).reshape(10, 3)
+        return both[:5], both[5 - overlap : 10 - overlap]
+
+    run = st.bucketed(program, {"x": {0: SEQ}, "y": {0: SEQ}}, check=False)
+    for _ in range(2):
+        run(torch.ones(5, 3, device=device), torch.ones(5, 3, device=device))
+    found, expected = views(), views()
+    assert torch.equal(run(*found), program(*expected))
+    assert torch.equal(found[0], expected[0])
+    assert [*run.stats().fallbacks] == ["it writes to an argument, which shares memory with another one"] * (
+        overlap > 0
+    )

@@ -27,8 +27,9 @@ REST = "..."
 ROOMS = {
     "subtensors.optim": f"{REST} updates __init__".split(),
     "subtensors.bucketed": (
-        f"state calls compilation fallbacks statistics bucket trained_bucket autograd_node {REST}".split()
-    ),
+        "reachable_state state_guard program_state side_effects python_objects call_key call_spec dim_spec outputs "
+        f"compiled compiled_gradients statistics bucket trained_bucket autograd_nodes {REST}"
+    ).split(),
 }
 """Of a package its rooms and files, each of which may import from those before it."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import subtensors as st
-from subtensors.bucketed.compilation import compiled
+from subtensors.bucketed import compiled
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
 from subtensors.kernels.graph_inputs.grouped_linear import (
     LinearTiling,

@@ -1,6 +1,12 @@
-"""Snapshots of what a program may write to: random generators, tensors, gradients, and optimizers.
+"""The side effects of a program: what a run may write to is noted, undone, or repeated by replays.
 
-Three contexts restore them: `restore_state` and `restore_all` always, `rollback_on_error` if the run raises.
+`Snapshot` is of all that a run may write to: random generators, tensors, gradients, and optimizers. Three contexts
+restore it: `restore_state` and `restore_all` always, `rollback_on_error` if the run raises.
+
+Note [Gradients of captured programs]
+A program may call `backward` and step an optimizer even if no result of it requires grad. Its graph writes in place to
+the gradients that it found at capture, or makes new ones in its own memory. The next graph may overwrite the latter
+after the call, so they are dropped: the parameter then has no gradient rather than a stale one.
 """
 
 from __future__ import annotations
@@ -17,10 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.state.program_state import State
+from subtensors.bucketed.program_state import State
 from subtensors.dispatch.graphs import capture
+from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
+from subtensors.dispatch.graphs.guards import TensorSnapshot, Writes, are_same
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
 from subtensors.dispatch.torch_internals import autograd
+from subtensors.padded.padded_tensor import PaddedTensor
 
 _log = logging.getLogger("subtensors.bucketed")
 
@@ -174,25 +183,25 @@ class Snapshot:
             id(t): t
             for t in [*state.tensors_to_restore(), *state.buffers(), *gradients, *state.stepped_tensors(), *extra]
         }
-        copied, self._left_out, room = {id(t): t for t in always}, list[Tensor](), ROLLBACK_BYTES
+        copied, left_out, room = {id(t): t for t in always}, list[Tensor](), ROLLBACK_BYTES
         resident = [t for t in found.values() if id(t) not in copied and not isinstance(t, ReleasedTensor)]
         for t in sorted(resident, key=_nbytes):
             if (room := room - _nbytes(t)) >= 0:
                 copied[id(t)] = t
-            elif not t.is_inference():
-                self._left_out.append(t)
+            else:
+                left_out.append(t)
         self._values = _Values(copied.values())
-        self._copied_versions = {id(t): _version(t) for t in self._values.tensors}
-        self._versions = [t._version for t in self._left_out]
+        self._copied = set(map(id, self._values.tensors))
+        self._writes, self._writes_left_out = Writes(self._values.tensors), Writes(left_out)
         self._undo = undo
 
     def has_copy(self, t: Tensor) -> bool:
         """Return whether the snapshot holds a tensor's values."""
-        return id(t) in self._copied_versions
+        return id(t) in self._copied
 
-    def has_written(self, t: Tensor) -> bool:
-        """Return whether a tensor of the snapshot was written to since, as far as torch counts writes."""
-        return self.has_copy(t) and _version(t) != self._copied_versions[id(t)]
+    def written_ids(self) -> set[int]:
+        """Return the ids of the copied tensors that were written to since, as far as torch counts writes."""
+        return set(map(id, self._writes.written()))
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since."""
@@ -200,7 +209,7 @@ class Snapshot:
 
     def can_restore(self) -> bool:
         """Return whether what was written since can be undone."""
-        return [t._version for t in self._left_out] == self._versions
+        return not self._writes_left_out.any()
 
     def restore(self) -> None:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
@@ -257,11 +266,96 @@ def _accumulated_elsewhere(owner: object, leaves: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def _version(t: Tensor) -> int:
-    """Return the number of writes to a tensor; inference tensors have no count."""
-    return 0 if t.is_inference() else t._version
-
-
 def _nbytes(t: Tensor) -> int:
     """Return the bytes of a copy; a sparse tensor counts as if it were dense."""
     return t.numel() * t.element_size()
+
+
+def dense_of(x: Tensor) -> Tensor:
+    """Return the storage of a PaddedTensor; another tensor as it is."""
+    return x._dense if isinstance(x, PaddedTensor) else x
+
+
+class TrainingDetector:
+    """A detector of programs that accumulate gradients, or step an optimizer, themselves.
+
+    Args:
+        state: the state of the program, taken before it runs.
+    """
+
+    def __init__(self, state: State) -> None:
+        trained = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not t.is_inference()]
+        self._steps = Writes(trained if state.optimizers.found else [])
+        self._trained, self._gradients = trained, [t.grad for t in trained]
+        self._accumulation = Writes(g for g in self._gradients if g is not None)
+
+    def any(self) -> bool:
+        """Return whether gradients were accumulated, or an optimizer stepped, since creation."""
+        has_replaced = not are_same([t.grad for t in self._trained], self._gradients)
+        return has_replaced or self._steps.any() or self._accumulation.any()
+
+
+class SideEffects:
+    """The side effects of one graph's replays.
+
+    Args:
+        state: the state of the program.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.numbers = DynamicScalars()
+        self._accumulated: dict[Tensor, Tensor] = {}
+        """Parameters whose gradient the graph reads or adds to in place, each with that gradient."""
+        self._snapshot = TensorSnapshot([])
+        self._dropped: list[Tensor] = []
+        """Parameters whose gradient is in the graph's memory."""
+        self._written: list[Tensor] = []
+
+    @contextmanager
+    def noted(self, caller_runs_backward: bool) -> Iterator[None]:
+        """A context in which the program is captured, and its side effects are noted.
+
+        Args:
+            caller_runs_backward: whether the caller runs the backward; then only gradients that the program writes
+                itself count.
+        """
+        tensors = [*self.state.tensors(), *self.state.optimizers.tensors()]
+        params = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
+        gradients = [p.grad for p in params]
+        writes, accumulation = Writes(tensors), Writes(g for g in gradients if g is not None)
+        with self.numbers.active():
+            try:
+                yield
+            except BaseException:  # a failed capture has computed nothing
+                for p, before in zip(params, gradients, strict=True):
+                    p.grad = before
+                raise
+        accumulated = set(map(id, accumulation.written()))
+        for p, before in zip(params, gradients, strict=True):
+            if p.grad is not before:
+                self._dropped.append(p)
+                p.grad = None
+            elif before is not None and not (caller_runs_backward and id(before) not in accumulated):
+                self._accumulated[p] = before
+        self._snapshot = TensorSnapshot(list(self._accumulated.values()))
+        self._written = writes.written()
+
+    def no_replay_reason(self) -> str:
+        """Return the reason why the graph must not be replayed now; "" if it may."""
+        gradients = list(self._accumulated.values())
+        if not are_same([p.grad for p in self._accumulated], gradients) or not self._snapshot.matches(gradients):
+            return "a gradient that the program adds to was replaced: let zero_grad(set_to_none=False) keep it"
+        return ""
+
+    def before_replay(self) -> None:
+        """Upload the dynamic scalars of the optimizers."""
+        self.state.optimizers.set_dynamic_scalars(self.numbers)
+        self.numbers.upload()
+
+    def after_replay(self) -> None:
+        """Bump the versions of written tensors, and drop the gradients that are in the graph's memory."""
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        for p in self._dropped:
+            p.grad = None

@@ -17,12 +17,12 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from subtensors.bucketed.state.guards import CELL, LocatedValue, Location, is_plain
+from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
@@ -45,6 +45,38 @@ _LIBRARIES = frozenset({"torch", "numpy", "triton", "subtensors", *sys.stdlib_mo
 """Packages that hold no state of programs."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has, such as its parameters, buffers and submodules, which `StateGuard` watches."""
+
+
+CELL = object()
+"""The key of the contents of a closure cell."""
+
+LocatedValue: TypeAlias = "tuple[Location, object]"
+
+
+class Location(NamedTuple):
+    """The location of a value: a key of a dict or list, or a cell of a closure.
+
+    Args:
+        holder: the dict, list or cell.
+        key: the key in it, `CELL` for a cell.
+        is_attribute: whether the dict holds the attributes of an object.
+    """
+
+    holder: Any
+    key: object
+    is_attribute: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the location, for messages."""
+        return self.key if isinstance(self.key, str) else "a part of the program"
+
+    def now(self) -> object:
+        """Return the value at the location now; None if there is none."""
+        try:
+            return self.holder.cell_contents if self.key is CELL else self.holder[self.key]
+        except (ValueError, LookupError):
+            return None
 
 
 class _Found(NamedTuple):

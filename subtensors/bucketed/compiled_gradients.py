@@ -14,16 +14,17 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from subtensors.bucketed.calls.outputs import Outputs
-from subtensors.bucketed.compilation.compiled import join_outputs, split_outputs
-from subtensors.bucketed.compilation.size_polymorphic import (
+from subtensors.bucketed.compiled import (
     CompileOptions,
     DynamicCode,
     SizePolymorphic,
     TraceableProgram,
     dim_inputs,
+    join_outputs,
+    split_outputs,
 )
-from subtensors.bucketed.state.program_state import State, leaf_ids_of
+from subtensors.bucketed.outputs import Outputs
+from subtensors.bucketed.program_state import State, leaf_ids_of
 from subtensors.dispatch.ops.plain_types import detached
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
 from subtensors.dispatch.tracing.joint_graph import ForwardBackward

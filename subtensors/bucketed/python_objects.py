@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Collection, Iterable
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.state.reachable_state import slots_of
+from subtensors.bucketed.reachable_state import slots_of
+from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
@@ -95,8 +95,8 @@ def _set_attributes(x: object, to: Attributes) -> None:
 
 def _is_same(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
-        return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
-    return len(now) == len(before) and all(map(is_, now, before))
+        return now.keys() == before.keys() and are_same(now.values(), before.values())
+    return are_same(now, before)
 
 
 class FlattenedObject:

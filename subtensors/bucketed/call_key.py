@@ -18,16 +18,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
-from subtensors.bucketed.calls.python_objects import (
+from subtensors.bucketed.program_state import State
+from subtensors.bucketed.python_objects import (
     BY_IDENTITY,
     attributes_of,
     flatten_argument_objects,
 )
-from subtensors.bucketed.state.guards import is_plain, tensor_properties
-from subtensors.bucketed.state.program_state import State
+from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import dispatcher, ops
-from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.static.static_tensor import StaticAddressTensor
 
@@ -122,7 +121,7 @@ def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
         >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})[1:]
         ((<class 'bool'>, True),)
         >>> user_key(types.SimpleNamespace(scale=2), (), {})[1:]
-        ((<class 'types.SimpleNamespace'>, ((('scale',), 2),)),)
+        ((<class 'types.SimpleNamespace'>, ((('scale',), (<class 'int'>, 2)),)),)
     """
     found, structure = flatten((key(*args, **kwargs) if callable(key) else key,), {})
     own = [(type(x), object_key(x)) if type(x).__hash__ is None and has_parts(x) else leaf_key(x) for x in found]
@@ -148,11 +147,7 @@ def leaf_key(x: PyTree) -> tuple[object, ...]:
     if issubclass(kind, READ_IN_PLACE):
         # A gradient belongs to the tensor itself, even if others share its memory.
         return kind, x.requires_grad, x.requires_grad and x.is_leaf and id(x), tensor_properties(x) or id(x)
-    if kind is float:
-        return kind, x.hex()  # distinguishes -0.0 from 0.0, and is the same for every NaN
-    if has_parts(x):
-        return kind, x, object_key(x)
-    return kind, x
+    return (kind, x, object_key(x)) if has_parts(x) else exact(x)
 
 
 def sizes_sharing(leaves: Sequence[PyTree]) -> tuple[int, ...]:
@@ -178,9 +173,9 @@ def object_key(x: object) -> tuple[object, ...]:
     """Return the plain values, functions and tensors that an object holds, or a function reads, with their paths.
 
     >>> options = type("Options", (), {})()
-    >>> options.scale, options.shifts = 2, [1.0, 3.0]
+    >>> options.scale, options.shifts = 2, ["up"]
     >>> object_key(options)
-    ((('scale',), 2), (('shifts',), <class 'list'>), (('shifts', 0), 1.0), (('shifts', 1), 3.0))
+    ((('scale',), (<class 'int'>, 2)), (('shifts',), <class 'list'>), (('shifts', 0), (<class 'str'>, 'up')))
     """
     return tuple(_part_keys(x, (), _MAX_DEPTH))
 
@@ -190,13 +185,13 @@ def _part_keys(x: object, path: tuple[object, ...], depth: int) -> Iterator[tupl
         if isinstance(value, Tensor):
             yield (*path, name), id(value), value.requires_grad, tensor_properties(value)
         elif is_plain(value) or isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            yield (*path, name), value
+            yield (*path, name), exact(value)
         elif isinstance(value, (list, tuple, dict)) or has_parts(value):
             if depth > 1:
                 yield (*path, name), type(value)
                 yield from _part_keys(value, (*path, name), depth - 1)
         elif isinstance(value, set):
-            yield (*path, name), frozenset(value)
+            yield (*path, name), exact(frozenset(value))
         elif isinstance(value, np.ndarray):
             contents = value.tobytes() if value.size <= _MAX_PARTS else id(value)
             yield (*path, name), value.dtype.str, value.shape, contents
@@ -257,14 +252,3 @@ def _is_filled(cell: types.CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def why_not_replayable() -> str:
-    """Return the reason why no graph can be replayed in the current context, or "" if one can."""
-    if is_transforming():
-        return "it is inside a transform of torch.func, or forward-mode differentiation"
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "it is part of a graph that is being captured"
-    if dispatcher.has_dispatch_mode():
-        return "a dispatch mode is around it, which is to see each op"
-    return ""

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from subtensors.bucketed.state.guards import StateGuard
-from subtensors.bucketed.state.optimizers import Optimizers
-from subtensors.bucketed.state.reachable_state import ReachableState
+from subtensors.bucketed.reachable_state import ReachableState
+from subtensors.bucketed.state_guard import Optimizers, StateGuard
+from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
 
 TensorDict: TypeAlias = dict[str, Any]
@@ -35,7 +34,6 @@ class State:
 
     guard: StateGuard
     """The snapshot that graphs were captured with."""
-    optimizers: Optimizers
 
     def __init__(self, program: Callable[..., object], key: object = None) -> None:
         self._program, self.key = program, key
@@ -47,15 +45,14 @@ class State:
         """Take a new snapshot: the present state counts as the captured one."""
         reachable = ReachableState(self._program)
         self.draws_random_numbers, self.has_scaler = reachable.draws_random_numbers, reachable.has_scaler
-        self.optimizers = Optimizers([x for x in reachable.parts if isinstance(x, torch.optim.Optimizer)])
         user_key = self.guard.user_key if hasattr(self, "guard") else None
-        self.guard = StateGuard(
-            reachable.parts,
-            reachable.locations,
-            reachable.attributes,
-            self.optimizers.first_change if self.optimizers.found else None,
-        )
+        self.guard = StateGuard(reachable)
         self.guard.user_key = user_key
+
+    @property
+    def optimizers(self) -> Optimizers:
+        """The optimizers that the program reaches."""
+        return self.guard.optimizers
 
     def tensors(self) -> list[Tensor]:
         """Return the current parameters, buffers and tensors that the program closes over."""
@@ -90,22 +87,19 @@ class State:
                 now.update(changed)
         return replaced[0] if replaced else ""
 
-    def versions(self) -> list[int] | None:
-        """Return the version counter of each tensor; None if one is an inference tensor, which has none."""
-        if any(t.is_inference() for t in self.guard.distinct_tensors):
-            return None
-        return [t._version for t in self.guard.distinct_tensors]
+    def note_writes(self, since: Writes) -> bool:
+        """Note which tensors were written to; return whether any was, True if that is unknown.
 
-    def note_writes(self, before: list[int] | None) -> bool:
-        """Note which tensors were written to since `before`; return whether any was, True if that is unknown."""
-        after = self.versions()
-        if before is None or after is None:
+        Args:
+            since: the writes to the guard's `distinct_tensors`, from before the run.
+        """
+        if not since.are_counted:
             self._written = None
             return True
+        written = since.written()
         if self._written is not None:
-            pairs = zip(self.guard.distinct_tensors, before, after, strict=True)
-            self._written |= {id(t) for t, a, b in pairs if a != b}
-        return before != after
+            self._written |= set(map(id, written))
+        return bool(written)
 
     def buffers(self) -> list[Tensor]:
         """Return the tensors that autograd lets a program write to: no parameters, and none that require grad."""

@@ -1,1 +1,0 @@
-"""A bucketed program as compiled code: one compilation for all of its buckets, with and without its gradients."""
