@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
-from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
+from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import (
     BlockOps,
@@ -233,11 +233,11 @@ class _RowSums:
         self._hidden: Tensor | None = None
         self._bias = problem.bias_grad()
         self._weight_grad: Tensor | None = None
-        self._weight_sum: CompensatedGemmSum | Float32Sum | None = None
+        self._weight_sum: GradientSum | None = None
         if chunks == 1:  # one product needs no sum
             self._weight_grad = problem.weight_grad()
         elif problem.needs.weight:
-            self._weight_sum = _weight_sum(problem, rows, exact, chunks)
+            self._weight_sum = _weight_sum(problem, rows, exact)
 
     def add(self, gradient: Tensor, begin: int, end: int) -> None:
         """Add the products of the gradient of the logits of rows [begin, end)."""
@@ -249,7 +249,7 @@ class _RowSums:
         if self._weight_grad is not None:
             product_into(self._weight_grad, gradient.t(), problem.hidden[begin:end], accumulate=False)
         elif self._weight_sum is not None:
-            self._weight_sum.add(gradient, problem.hidden[begin:end])
+            self._weight_sum.add_product(gradient.t(), problem.hidden[begin:end])
         if self._bias is not None:
             self._bias += gradient.sum(0, dtype=problem.compute_dtype)
 
@@ -265,21 +265,21 @@ class _RowSums:
     def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias."""
         hidden = self.gather() if self._problem.needs.hidden else None
-        return hidden, self._weight_grad if self._weight_sum is None else self._weight_sum.take(), self._bias
+        if self._weight_sum is not None:
+            self._weight_grad = self._weight_sum.take().to(self._problem.weight_grad_dtype)
+        return hidden, self._weight_grad, self._bias
 
 
-def _weight_sum(problem: Problem, rows: int, exact: bool, chunks: int) -> CompensatedGemmSum | Float32Sum:
+def _weight_sum(problem: Problem, rows: int, exact: bool) -> GradientSum:
     """Return the accumulator of the weight's gradient over chunks of `rows` rows."""
-    classes, width = problem.weight.shape
-    is_short = problem.weight_grad_dtype == problem.hidden.dtype and problem.hidden.itemsize == 2
-    if (
-        exact and chunks > 1 and is_short and rows >= width
-    ):  # a chunk of logits, freed by then, took as much memory as the result
-        return Float32Sum(classes, width, problem.weight)
-    weight_grad = problem.weight_grad()
-    assert weight_grad is not None
-    kernels = uses_kernels(problem.hidden, problem.kernels)
-    return CompensatedGemmSum(weight_grad, problem.hidden.dtype, exact, chunks, kernels)
+    dtype, is_short = problem.weight_grad_dtype, problem.hidden.itemsize == 2
+    is_own = dtype == problem.hidden.dtype
+    if exact and is_own and is_short and rows >= problem.weight.shape[1]:
+        # A chunk of logits, freed by then, took as much memory as the result.
+        return GradientSum(problem.weight.new_empty(problem.weight.shape, dtype=torch.float32), exact=False)
+    result = problem.weight_grad()
+    assert result is not None
+    return GradientSum(result, exact and is_own, problem.kernels)
 
 
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
