@@ -176,37 +176,22 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
     Raises:
         ValueError: the limit that the user set can't be met.
     """
-    plan = _cached_plan(shape, policy.exact, rows, *_limits(policy, rows, device))
+    accumulate: Accumulate = "exact" if policy.exact else "fast"
+    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, **_limits(policy, rows, device))
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 
 
 def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
     """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
-    return _cached_statistics_plan(shape, rows, *_limits(policy, rows, device))
+    return plan_row_statistics(shape, rows=rows, **_limits(policy, rows, device))
 
 
-def _limits(policy: Policy, rows: int | None, device: torch.device) -> tuple[int | None, int | None]:
+def _limits(policy: Policy, rows: int | None, device: torch.device) -> dict[str, int | None]:
     """Return the user's limit of memory, and where there is none, nor rows, the free memory."""
-    if rows is not None or policy.memory_limit is not None:
-        return policy.memory_limit, None
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return None, free and _rounded_down(free)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_plan(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
-    """Return the plan of a loss; cached, since each step of a training run needs the same."""
-    accumulate: Accumulate = "exact" if exact else "fast"
-    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_statistics_plan(
-    shape: LossShape, rows: int | None, limit: int | None, free: int | None
-) -> ChunkPlan | None:
-    """Return the plan of row statistics; cached as well."""
-    return plan_row_statistics(shape, rows=rows, memory_limit=limit, free_bytes=free)
+    if rows is not None or policy.memory_limit is not None or device.type != "cuda":
+        return {"memory_limit": policy.memory_limit}
+    return {"free_bytes": _rounded_down(torch.cuda.mem_get_info(device)[0])}
 
 
 def _rounded_down(free: int) -> int:

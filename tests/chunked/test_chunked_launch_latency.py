@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.kernels.cross_entropy.logits_block import ReferenceOps
+from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
 
 
 class ReachedError(Exception):
@@ -74,8 +74,8 @@ def test_the_autograd_node_is_made_after_all_chunks_were_launched(
     step: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    write, apply = ReferenceOps.fold_and_write_gradient, vars(torch.autograd.Function)["apply"]
-    monkeypatch.setattr(ReferenceOps, "fold_and_write_gradient", lambda *args: order.append("chunk") or write(*args))
+    write, apply = LossPasses.fold_and_write_gradient, vars(torch.autograd.Function)["apply"]
+    monkeypatch.setattr(LossPasses, "fold_and_write_gradient", lambda *args: order.append("chunk") or write(*args))
 
     def noted(cls: type[torch.autograd.Function], *args: Any) -> Any:
         order.append("node")
