@@ -60,6 +60,11 @@ def is_recording() -> bool:
     return _recording.get() is not None
 
 
+def is_differentiated() -> bool:
+    """Return whether ops that are recorded now are differentiable."""
+    return bool(_recording.get())
+
+
 def is_autocast(device: str) -> bool:
     """Return whether autocast is enabled on a type of device; torch refuses to tell for some, such as meta."""
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
@@ -336,7 +341,7 @@ def emit(
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
     operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
-    recorded = bool(_recording.get()) if grad is None else grad
+    recorded = is_differentiated() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:

@@ -30,12 +30,6 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, 
 from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, loss_dtype
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_forms import (
-    record_argmax,
-    record_class_sum,
-    record_gather,
-    record_log_sum_exp,
-)
 from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
@@ -261,46 +255,6 @@ def _class_loss(
     )
 
 
-def _over_classes(
-    record_value: Callable[..., LazyValue | None], options: Collection[str] = ()
-) -> Callable[..., Tensor | None]:
-    """Return the fast path of a reduction over the classes.
-
-    Args:
-        record_value: records it, given a value, its one dim, `keepdim` and options.
-        options: the names of these.
-    """
-
-    def reduced(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **given: object) -> Tensor | None:
-        dims = [dim] if isinstance(dim, int) else dim
-        if not isinstance(input, LazyTensor) or not isinstance(dims, (list, tuple)) or len(dims) != 1:
-            return None
-        if not given.keys() <= set(options):
-            return None
-        value = alias_ref(input).value
-        return _as_user_tensor(kind, lambda: record_value(value, dims[0], keepdim, **given))
-
-    return reduced
-
-
-_logsumexp = _over_classes(lambda value, dim, keepdim: record_log_sum_exp(value, dim, keepdim, torch.is_grad_enabled()))
-_sum = _over_classes(
-    lambda value, dim, keepdim, dtype=None: record_class_sum(value, dim, keepdim, dtype, torch.is_grad_enabled()),
-    options=["dtype"],
-)
-_argmax = _over_classes(record_argmax)
-
-
-def _gather(kind: Kind, input: object, dim: object, index: object, **others: object) -> Tensor | None:
-    """`torch.gather` of a few classes a row: logits, probabilities or log-probabilities of tokens."""
-    if not isinstance(input, LazyTensor) or not isinstance(index, Tensor) or others or not isinstance(dim, int):
-        return None
-    value, position, grad = alias_ref(input).value, dim, torch.is_grad_enabled()
-    lazy_index = alias_ref(index).value if isinstance(index, LazyTensor) else full_tensor(index)
-    classes = constant(lazy_index) if isinstance(lazy_index, Tensor) else lazy_index
-    return _as_user_tensor(kind, lambda: record_gather(value, position, classes, grad))
-
-
 def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
     """Record a value and return the tensor for its user; None if it can't be recorded."""
     try:
@@ -338,17 +292,8 @@ FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     **({} if functional.FUNCTION is None else {functional.FUNCTION: _linear_cross_entropy}),
-    torch.logsumexp: _logsumexp,
-    Tensor.logsumexp: _logsumexp,
-    torch.special.logsumexp: _logsumexp,
-    torch.sum: _sum,
-    Tensor.sum: _sum,
-    torch.argmax: _argmax,
-    Tensor.argmax: _argmax,
     Tensor.to: _to,
     Tensor.float: _float,
-    torch.gather: _gather,
-    Tensor.gather: _gather,
     Tensor.__getitem__: indexed_rows,
     torch.index_select: index_select_rows,
     Tensor.index_select: index_select_rows,
