@@ -21,7 +21,8 @@ from subtensors.dispatch.chunked.cost_model import (
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, known_tensor, without_ambient_modes
 from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
 from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limit
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
+from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 
@@ -64,11 +65,8 @@ def cross_entropy_of_linear(
     weight: LazyValue,
     bias: LazyValue | None,
     target: Tensor,
-    *,
+    options: CrossEntropy,
     dtype: torch.dtype,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
     grad: bool,
 ) -> Tensor | None:
     """Return the cross entropy of a linear layer that nothing else has read, without class weights.
@@ -78,15 +76,15 @@ def cross_entropy_of_linear(
         weight: (V, H), a constant.
         bias: (V,), a constant, or None.
         target: (N,) class indices, plain.
+        options: of the cross entropy.
         dtype: of the logits.
-        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
         grad: whether the result requires grad.
 
     Returns:
         a number; None where `lowered_cross_entropy` has to decide.
     """
     layout = rows.layout
-    if layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
+    if layout is None or layout.dim != 0 or rows.tensor is None or options.reduction == "none":
         return None
     hidden, weights = known_tensor(rows), known_tensor(weight)
     biases = None if bias is None else known_tensor(bias)
@@ -98,7 +96,6 @@ def cross_entropy_of_linear(
         return None
     if dtype is torch.float64 is not hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
-    options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
     result_dtype = loss_dtype(dtype, rows.device.type)
     return linear_cross_entropy_loss(hidden, weights, biases, target, options, layout, grad, result_dtype)
 
@@ -148,17 +145,16 @@ def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
 
 
 def cross_entropy_options(
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    temperature: float,
-    reduction: str,
-) -> CrossEntropy:
-    """Return the options of a cross entropy; cached, since each step of a training run needs the same."""
+    class_weight: object, ignore_index: int, label_smoothing: float, reduction: str
+) -> CrossEntropy | None:
+    """Return the options of a cross entropy; None for those that torch refuses, and weights with rules of their own."""
+    if reduction not in REDUCTIONS or not 0 <= label_smoothing <= 1:
+        return None
     if class_weight is None:
-        return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
-    return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
+        return _options(ignore_index, None, label_smoothing, 0.0, None, 1.0, reduction)
+    if not isinstance(class_weight, Tensor) or type(class_weight) in LAZY_TYPES:
+        return None
+    return CrossEntropy(ignore_index, class_weight, label_smoothing, reduction=reduction)
 
 
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)

@@ -211,7 +211,7 @@ def _linear_combination(terms: list[tuple[float, LazyValue | None]], constant: f
 
 
 def log_sum_exp(logits: LazyValue, keepdim: bool) -> LazyValue | None:
-    """Record the log-sum-exp of the classes of logits (..., V), in their dtype; None for logits that kernels don't take."""
+    """Record the log-sum-exp of the classes of logits (..., V), in their dtype; None where kernels don't take it."""
     value = record_statistic(logits, "log_sum_exp")
     if value is None:
         return None

@@ -27,7 +27,7 @@ from subtensors.chunked.record_call import (
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
 from subtensors.dispatch.chunked.evaluation import evaluate
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
-from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, loss_dtype
+from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, cross_entropy_options, loss_dtype
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
@@ -41,6 +41,7 @@ from subtensors.dispatch.torch_internals.autograd import (
     is_module_tracker_hook,
     is_transforming,
 )
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 aten = torch.ops.aten
 
@@ -154,29 +155,18 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """`F.cross_entropy`: with the linear layer where the logits are one of the chunked input; otherwise by rows."""
-    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
+    options = cross_entropy_options(weight, ignore_index, label_smoothing, reduction)
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
-    if not (size_average is reduce is None and reduction in _REDUCTIONS):  # torch's deprecated arguments
+    if size_average is not None or reduce is not None:  # torch's deprecated arguments
         return None
-    ref = alias_ref(input)
+    ref, grad = alias_ref(input), torch.is_grad_enabled()
     if type(ref) is LazyLinear and weight is None and type(target) is Tensor and not ref.is_recorded:
-        loss = cross_entropy_of_linear(
-            ref.rows,
-            ref.weight,
-            ref.bias,
-            target,
-            dtype=ref.dtype,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            grad=torch.is_grad_enabled() and ref.needs_grad,
-        )
+        needs_grad = grad and ref.needs_grad
+        loss = cross_entropy_of_linear(ref.rows, ref.weight, ref.bias, target, options, ref.dtype, needs_grad)
         if loss is not None:
             return loss
-    return _class_loss(kind, ref.value, target, weight, reduction, ignore_index, label_smoothing)
-
-
-_REDUCTIONS = ("mean", "sum", "none")
+    return _class_loss(kind, ref.value, target, options)
 
 
 def _linear_cross_entropy(
@@ -200,59 +190,29 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Tensor | None:
     """`F.nll_loss` of a log-softmax: a cross entropy."""
-    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
-        return None
-    if not (size_average is reduce is None and reduction in _REDUCTIONS):
+    options = cross_entropy_options(weight, ignore_index, 0.0, reduction)
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
     scores = alias_ref(input).value
     logits = log_softmax_input(scores)
-    if logits is scores or logits.dtype != scores.dtype or target.ndim != 1:
+    is_other = logits is scores or logits.dtype != scores.dtype or target.ndim != 1
+    if size_average is not None or reduce is not None or is_other:
         return None
-    return _class_loss(kind, logits, target, weight, reduction, ignore_index, 0.0)
+    return _class_loss(kind, logits, target, options)
 
 
-def _class_loss(
-    kind: Kind,
-    logits: LazyValue,
-    target: Tensor,
-    weight: object,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor | None:
+def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEntropy) -> Tensor | None:
     """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
-    if isinstance(weight, LazyTensor) or not logits.dtype.is_floating_point:
-        return None
-    if weight is not None and not isinstance(weight, Tensor):
+    if not logits.dtype.is_floating_point:
         return None
     lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else full_tensor(target)
-    known = lazy_target.tensor if isinstance(lazy_target, LazyValue) else lazy_target
-    grad = torch.is_grad_enabled()
-    if known is not None and reduction != "none":
-        loss = lowered_cross_entropy(
-            logits,
-            known,
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            grad=grad,
-        )
+    known, grad = lazy_target.tensor if isinstance(lazy_target, LazyValue) else lazy_target, torch.is_grad_enabled()
+    if known is not None:
+        loss = lowered_cross_entropy(logits, known, options, grad)
         if loss is not None:
             return loss
-    return _as_user_tensor(
-        kind,
-        lambda: record_cross_entropy(
-            logits,
-            lazy_target,
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            dtype=loss_dtype(logits.dtype, logits.device.type),
-            grad=grad,
-        ),
-    )
+    dtype = loss_dtype(logits.dtype, logits.device.type)
+    return _as_user_tensor(kind, lambda: record_cross_entropy(logits, lazy_target, options, dtype, grad))
 
 
 def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
