@@ -60,6 +60,17 @@ def _equal(value: object, default: object) -> bool:
     return not isinstance(value, Tensor) and bool(value == default)
 
 
+def takes_linear(rows: LazyValue, weight: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype) -> bool:
+    """Return whether the kernels take the cross entropy of a linear layer that nothing else has read."""
+    layout, hidden = rows.layout, rows.tensor
+    if layout is None or layout.dim != 0 or hidden is None or options.reduction == "none":
+        return False
+    count, sizes = hidden.shape[0], target.shape
+    if target.dtype is not torch.int64 or len(sizes) != 1 or sizes[0] != count or not count or not weight.like.shape[0]:
+        return False
+    return not (dtype is torch.float64 is not hidden.dtype)  # the kernels would compute in a narrower dtype
+
+
 def cross_entropy_of_linear(
     rows: LazyValue,
     weight: LazyValue,
@@ -77,27 +88,18 @@ def cross_entropy_of_linear(
         bias: (V,), a constant, or None.
         target: (N,) class indices, plain.
         options: of the cross entropy.
-        dtype: of the logits.
+        dtype: of the result.
         grad: whether the result requires grad.
 
     Returns:
-        a number; None where `lowered_cross_entropy` has to decide.
+        a number; None where the dtypes don't fit together.
     """
-    layout = rows.layout
-    if layout is None or layout.dim != 0 or rows.tensor is None or options.reduction == "none":
-        return None
     hidden, weights = known_tensor(rows), known_tensor(weight)
     biases = None if bias is None else known_tensor(bias)
     assert hidden is not None
     assert weights is not None
-    if target.dtype is not torch.int64 or target.shape != hidden.shape[:1]:
-        return None
-    if not hidden.shape[0] or not weights.shape[0]:
-        return None
-    if dtype is torch.float64 is not hidden.dtype:
-        return None  # the kernels compute in a narrower dtype than was requested
-    result_dtype = loss_dtype(dtype, rows.device.type)
-    return linear_cross_entropy_loss(hidden, weights, biases, target, options, layout, grad, result_dtype)
+    assert rows.layout is not None
+    return linear_cross_entropy_loss(hidden, weights, biases, target, options, rows.layout, grad, dtype)
 
 
 def linear_cross_entropy_loss(

@@ -15,20 +15,22 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
 from subtensors.dispatch.chunked.linear_loss import (
     chunk_plan,
     linear_cross_entropy_loss,
-    loss_dtype,
     requested_rows,
 )
 from subtensors.dispatch.chunked.match_logits import master_weight, match_linear_logits, transposed_weight
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 
-def lowered_cross_entropy(logits: LazyValue, target: Tensor, options: CrossEntropy, grad: bool) -> Tensor | None:
+def lowered_cross_entropy(
+    logits: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype, grad: bool
+) -> Tensor | None:
     """Compute the cross entropy of chunked logits by the kernels.
 
     Args:
         logits: (N, V), chunked along N.
         target: (N,) class indices, or (N, V) distributions, plain.
         options: of the cross entropy.
+        dtype: of the result.
         grad: whether gradients are recorded.
 
     Returns:
@@ -47,7 +49,6 @@ def lowered_cross_entropy(logits: LazyValue, target: Tensor, options: CrossEntro
     if found is None:
         return None
     needs_grad = grad and logits.needs_grad
-    dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
         hidden = found.rows_of(input_tensor(found.hidden))
         weight = evaluate(master_weight(transposed_weight(found.weight), hidden.dtype))

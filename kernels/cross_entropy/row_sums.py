@@ -14,7 +14,6 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.logits_block import Block, launch_options, uses_kernels
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.launcher import launching_on
 
 
@@ -108,7 +107,7 @@ class RowSums:
         class_weight: Tensor | None = None,
     ) -> None:
         self.options, self.targets, self.kernels = options, targets.contiguous(), uses_kernels(like, kernels)
-        self.dtype = arithmetic_dtype(like.dtype)
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.vector = None if vector is None else vector.detach().contiguous()
         self.soft = soft if soft is None or soft.stride(1) == 1 else soft.contiguous()
         self.class_weight = class_weight

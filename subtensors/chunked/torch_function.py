@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, waiting_number
 from subtensors.chunked.record_call import (
     call_materialized,
     check_not_transformed,
@@ -25,9 +26,21 @@ from subtensors.chunked.record_call import (
     record_call,
 )
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
-from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
-from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, cross_entropy_options, loss_dtype
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    NeedsMaterialize,
+    Waiting,
+    constant,
+    is_autocast,
+    known_tensor,
+    recording,
+)
+from subtensors.dispatch.chunked.linear_loss import (
+    cross_entropy_of_linear,
+    cross_entropy_options,
+    loss_dtype,
+    takes_linear,
+)
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
@@ -35,7 +48,7 @@ from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
 from subtensors.dispatch.torch_internals.autograd import (
     is_fsdp_backward_hook,
     is_module_tracker_hook,
@@ -76,6 +89,8 @@ def handle_torch_function(
         check_not_transformed((args, kwargs))
     if len(types) > 1 and not MAPPED_TYPES.isdisjoint(types):
         return NotImplemented
+    if len(types) > 1 and ChunkedNumber in types:
+        args, kwargs = tree_map((args, kwargs), lambda x: x.realize() if isinstance(x, ChunkedNumber) else x)
     if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
         log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
         return call_materialized(func, args, kwargs)
@@ -162,8 +177,22 @@ def _cross_entropy(
         return None
     ref, grad = alias_ref(input), torch.is_grad_enabled()
     if type(ref) is LazyLinear and weight is None and type(target) is Tensor and not ref.is_recorded:
-        needs_grad = grad and ref.needs_grad
-        loss = cross_entropy_of_linear(ref.rows, ref.weight, ref.bias, target, options, ref.dtype, needs_grad)
+        layer, rows, needs_grad = ref, ref.rows, grad and ref.needs_grad
+        dtype, classes = loss_dtype(ref.dtype, rows.device.type), constant(target)
+
+        def alone() -> Tensor | None:
+            known = known_tensor(classes)
+            assert known is not None
+            return cross_entropy_of_linear(rows, layer.weight, layer.bias, known, options, dtype, needs_grad)
+
+        def shared() -> LazyValue | None:
+            return record_cross_entropy(layer.recorded(), classes, options, dtype, grad)
+
+        if not takes_linear(rows, layer.weight, target, options, layer.dtype):
+            return _class_loss(kind, layer.value, target, options)
+        if may_wait(needs_grad, rows.like, rows.device):
+            return waiting_number(dtype, rows.device, Waiting(alone, shared))
+        loss = alone()
         if loss is not None:
             return loss
     return _class_loss(kind, ref.value, target, options)
@@ -205,14 +234,29 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
     """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
     if not logits.dtype.is_floating_point:
         return None
-    lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else full_tensor(target)
-    known, grad = lazy_target.tensor if isinstance(lazy_target, LazyValue) else lazy_target, torch.is_grad_enabled()
-    if known is not None:
-        loss = lowered_cross_entropy(logits, known, options, grad)
+    lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else constant(full_tensor(target))
+    grad = torch.is_grad_enabled()
+    dtype = loss_dtype(logits.dtype, logits.device.type)
+
+    def alone() -> Tensor | None:
+        known = known_tensor(lazy_target)
+        return None if known is None else lowered_cross_entropy(logits, known, options, dtype, grad)
+
+    def shared() -> LazyValue | None:
+        try:
+            return record_cross_entropy(logits, lazy_target, options, dtype, grad)
+        except NeedsMaterialize:
+            return None
+
+    if options.reduction != "none":
+        may = may_wait(grad and logits.needs_grad, logits.like, logits.device)
+        value = shared() if may else None
+        if value is not None and value.layout is None:
+            return waiting_number(dtype, logits.device, Waiting(alone, lambda: value))
+        loss = alone()
         if loss is not None:
             return loss
-    dtype = loss_dtype(logits.dtype, logits.device.type)
-    return _as_user_tensor(kind, lambda: record_cross_entropy(logits, lazy_target, options, dtype, grad))
+    return _as_user_tensor(kind, shared)
 
 
 def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
@@ -223,7 +267,7 @@ def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) ->
         return None
     if value is None:
         return None
-    return evaluate(value) if value.layout is None else user_tensor(kind, AliasRef(value))
+    return result_of_rows(value) if value.layout is None else user_tensor(kind, AliasRef(value))
 
 
 def _to(kind: Kind, input: object, *args: object, **named: object) -> Tensor | None:

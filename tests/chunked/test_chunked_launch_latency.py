@@ -47,7 +47,7 @@ def step() -> Callable[[], Tensor]:
     target = torch.randint(48, (32,))
 
     def loss() -> Tensor:
-        return F.cross_entropy(F.linear(st.chunk(hidden, rows=8), weight).float(), target)
+        return F.cross_entropy(F.linear(st.chunk(hidden, rows=8), weight).float(), target).realize()  # type: ignore[attr-defined]
 
     for _ in range(2):
         loss().backward()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ def test_little_python_runs_before_the_first_product(
     # Memory for the logits, the first rows, and the weight as the product reads it.
     assert sorted(ops.names) == ["new_empty", "slice", "t"]
     caught = python_calls(until_reached(reached))
-    assert python_calls(until_reached(step)) - caught <= 125
+    assert python_calls(until_reached(step)) - caught <= 145
 
 
 def test_the_autograd_node_is_made_after_all_chunks_were_launched(
