@@ -28,7 +28,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 
 
 def evaluate_number(requested: LazyValue) -> Tensor:
-    """Compute a number, together with those that it is made of, in as few passes as they need; gradients are recorded.
+    """Compute a number, together with those that it is made of, in as few passes as they need.
 
     Args:
         requested: a number that waits, or one that replicated ops make of such numbers.
@@ -42,8 +42,8 @@ def evaluate_number(requested: LazyValue) -> Tensor:
         return _compute_alone(requested, requested.waiting)
     numbers = _numbers(requested)
     is_joined = len(numbers) > 1 and _join(requested, numbers)
-    if not is_joined:
-        for number in numbers:
+    with torch.enable_grad():  # they may be read again, with gradients
+        for number in () if is_joined else numbers:
             assert number.waiting is not None
             _compute_alone(number, number.waiting)
     tensor = evaluate(requested)

@@ -209,6 +209,14 @@ def added_to_a_plain_one(loss: Tensor) -> Tensor:
     return total
 
 
+def averaged_without_gradients(loss: Tensor) -> Tensor:
+    with torch.no_grad():
+        average = 0.9 * torch.ones(()) + 0.1 * loss
+    assert not average.requires_grad
+    torch.testing.assert_close(average, 0.9 + 0.1 * loss.detach())
+    return loss
+
+
 READS: list[Callable[[Tensor], Tensor]] = [
     lambda loss: loss,
     lambda loss: loss / 4,
@@ -221,16 +229,22 @@ READS: list[Callable[[Tensor], Tensor]] = [
     lambda loss: loss.where(loss > 0, 0.0),
     added_in_place,
     added_to_a_plain_one,
+    averaged_without_gradients,
 ]
 
 
+def penalty(logits: Tensor, target: Tensor) -> Tensor:
+    return (logits.logsumexp(-1) / 8).square().mean()
+
+
+@pytest.mark.parametrize("number", [F.cross_entropy, penalty], ids=["cross entropy", "penalty"])
 @pytest.mark.parametrize("read", READS)
-def test_a_number_is_used_like_any_tensor(read: Callable[[Tensor], Tensor]) -> None:
+def test_a_number_is_used_like_any_tensor(read: Callable[[Tensor], Tensor], number: Callable[..., Tensor]) -> None:
     found: list[list[Tensor]] = []
     for is_chunked in (True, False):
         t = tensors()
         h = st.chunk(t["h"], rows=8) if is_chunked else t["h"]
-        result = read(F.cross_entropy(F.linear(h, t["w"]), t["target"]))
+        result = read(number(F.linear(h, t["w"]), t["target"]))
         assert result.requires_grad
         result.backward()  # type: ignore[no-untyped-call]
         assert t["h"].grad is not None
