@@ -83,7 +83,7 @@ class ChunkedTensor(LazyTensor):
         return evaluate(alias_ref(self).value)
 
     @classmethod
-    def result_of(cls, value: LazyValue, parts: Args = ()) -> Tensor:
+    def result_of(cls, value: LazyValue) -> Tensor:
         """Return a value without the rows to the user: a number waits, anything else is computed."""
         return result_of_rows(value)
 

@@ -232,13 +232,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def result_of(cls, value: LazyValue, parts: Args = ()) -> Tensor:
-        """Return a value without the rows to the user: a number may wait, anything else is computed.
-
-        Args:
-            value: the value.
-            parts: the arguments of the function that gave it.
-        """
+    def result_of(cls, value: LazyValue) -> Tensor:
+        """Return a value without the rows to the user: a number may wait, anything else is computed."""
         raise NotImplementedError
 
 

@@ -78,15 +78,11 @@ class ChunkedNumber(LazyTensor):
         return repr(self.realize())
 
     @classmethod
-    def result_of(cls, value: LazyValue, parts: Args = ()) -> Tensor:
+    def result_of(cls, value: LazyValue) -> Tensor:
         """Return a number that is made of others, which waits as they do."""
         if not may_wait(value.needs_grad, value.like, value.device):
             return evaluate_number(value)
-        out = number_of(value)
-        for part in parts:
-            if isinstance(part, ChunkedNumber) and isinstance(part._ref, NumberRef):
-                part._ref.joined = weakref.ref(out._ref)  # type: ignore[arg-type]  # of a number
-        return out
+        return number_of(value)
 
     @classmethod
     def __torch_function__(
@@ -94,11 +90,15 @@ class ChunkedNumber(LazyTensor):
     ) -> PyTree:
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func in _COMBINATIONS and not kwargs and not is_transforming() and all(map(_is_term, args)):
+        is_waiting = func in _COMBINATIONS or (func in _UPDATES and _may_update(args[0]))
+        if is_waiting and not kwargs and not is_transforming() and all(map(_is_term, args)):
             try:
-                return record_call(cls, func, args, {})
+                out = record_call(cls, func, args, {})
             except NeedsMaterialize:
                 pass
+            else:
+                _join(args, out)
+                return out
         is_read = func in _READS
 
         def plain(x: PyTree) -> PyTree:
@@ -184,6 +184,20 @@ class _Passed(torch.autograd.Function):
         return grads[0], None
 
 
+def _join(parts: Args, whole: Tensor) -> None:
+    """Note that a number is made of others, with which these are computed."""
+    for part in parts:
+        if isinstance(part, ChunkedNumber) and isinstance(whole, ChunkedNumber) and part is not whole:
+            if isinstance(part._ref, NumberRef) and isinstance(whole._ref, NumberRef):
+                part._ref.joined = weakref.ref(whole._ref)
+
+
+def _may_update(x: object) -> bool:
+    """Return whether a call that writes to its first operand may be recorded: one that nothing has read."""
+    is_unread = isinstance(x, ChunkedNumber) and x._ref.value.tensor is None and x._ref.value.observed is None
+    return is_unread and torch.is_grad_enabled()
+
+
 def _is_term(x: object) -> bool:
     """Return whether a number can be added to, or multiplied by, something without reading it."""
     if isinstance(x, ChunkedNumber):
@@ -201,6 +215,9 @@ _COMBINATIONS = _functions(
     __rmul__ __truediv__ __neg__ sum mean squeeze float double"""
 )
 """Functions whose results wait as their operands do."""
+
+_UPDATES = _functions("add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__")
+"""Functions that make such a number of their first operand."""
 
 _GETTERS = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_sparse is_quantized is_nested is_meta"
 _METADATA = _functions("size dim stride numel is_floating_point is_complex element_size is_contiguous __hash__")

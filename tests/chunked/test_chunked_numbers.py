@@ -54,6 +54,15 @@ def with_z_loss(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target) + 1e-4 * logits.logsumexp(-1).square().mean()
 
 
+def with_z_loss_in_place(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(h, w)
+    loss, penalty = F.cross_entropy(logits, target), logits.logsumexp(-1).square().mean()
+    penalty *= 1e-4
+    loss += penalty
+    loss /= 2
+    return loss
+
+
 def with_entropy(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
     logits = F.linear(h, w)
     log_p = logits.log_softmax(-1)
@@ -86,6 +95,7 @@ def of_heads_that_agree(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tens
 
 SHARED: dict[Callable[..., Tensor], int] = {
     with_z_loss: 3,
+    with_z_loss_in_place: 3,
     with_entropy: 4,  # by columns, of which one is computed again
     of_several_tokens: 3,
     beside_a_frozen_head: 4,
