@@ -186,10 +186,11 @@ class _Passed(torch.autograd.Function):
 
 def _join(parts: Args, whole: Tensor) -> None:
     """Note that a number is made of others, with which these are computed."""
+    own = whole._ref if isinstance(whole, ChunkedNumber) else None
     for part in parts:
-        if isinstance(part, ChunkedNumber) and isinstance(whole, ChunkedNumber) and part is not whole:
-            if isinstance(part._ref, NumberRef) and isinstance(whole._ref, NumberRef):
-                part._ref.joined = weakref.ref(whole._ref)
+        ref = part._ref if isinstance(part, ChunkedNumber) else None
+        if isinstance(ref, NumberRef) and isinstance(own, NumberRef) and ref is not own:
+            ref.joined = weakref.ref(own)
 
 
 def _may_update(x: object) -> bool:
