@@ -79,13 +79,21 @@ def launch_options(tile: Tile, columns: int) -> dict[str, int]:
     return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
 
 
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+"""The dtypes that kernels take."""
+
+
 def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     """Return `kernels`, or by default whether Triton kernels work on the tensor: on a GPU, except for float64.
 
     >>> uses_kernels(torch.ones(3))
     False
     """
-    return has_kernel(tensor, (torch.float16, torch.bfloat16, torch.float32)) if kernels is None else kernels
+    if kernels is not None or not tensor.is_cuda:
+        return bool(kernels)
+    if type(tensor) is Tensor:  # each step asks
+        return tensor.dtype in _DTYPES
+    return has_kernel(tensor, _DTYPES)
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
