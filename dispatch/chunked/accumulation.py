@@ -1,9 +1,7 @@
 """Gradients of replicated operands, summed over chunks.
 
-In its own 16-bit dtype a sum over C chunks is rounded C times. Exact sums of 16-bit gradients are float32 sums, half in
-the gradient's own memory and half in a buffer, that are rounded into place at the end. Exact sums of float32 gradients
-keep the rounding errors in bfloat16 (`kernels/cross_entropy/compensated_sum.py`). Either takes two more bytes an
-element.
+They are as exact as one sum, for two more bytes an element (`kernels/cross_entropy/compensated_sum.py`), or rounded to
+their own dtype at each chunk.
 """
 
 from __future__ import annotations
@@ -14,18 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from subtensors.kernels.cross_entropy.compensated_sum import (
-    FIRST_STRETCH,
-    PIECE_BYTES,
-    compensated_add,
-    compensated_add_by_kernel,
-)
-from subtensors.kernels.cross_entropy.logits_block import product_into
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype, has_kernel
+from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
-class GradientSum:
-    """A sum of gradients of one tensor.
+class ChunkSum:
+    """A sum of gradients of one tensor, of any number of dims.
 
     Args:
         like: the tensor; the sum has its sizes and dtype, and where it is dense its strides.
@@ -34,7 +26,7 @@ class GradientSum:
     Example:
         >>> one, small = torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 2.0**-9, dtype=torch.bfloat16)
         >>> for exact in (False, True):
-        ...     total = GradientSum(one, exact)
+        ...     total = ChunkSum(one, exact)
         ...     for part in (one, small, small, small, small):
         ...         total.add(part)
         ...     print(total.take().item())
@@ -43,103 +35,29 @@ class GradientSum:
     """
 
     def __init__(self, like: Tensor, exact: bool) -> None:
-        self.used = False
-        """True once a gradient was added."""
         # Sums go row after row of memory, so for a transposed tensor its transpose is summed.
         self._transposed = like.ndim == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0] > 1
-        sizes = (like.shape[1], like.shape[0]) if self._transposed else like.shape
-        memory = torch.zeros(sizes, dtype=like.dtype, device=like.device)
-        self.result = memory.t() if self._transposed else memory
-        rows = memory.shape[0] if memory.ndim else 1
-        self._matrix = memory.view(rows, math.prod(memory.shape[1:]))
-        self._lost: Tensor | None = None
-        self._halves: tuple[Tensor, Tensor] | None = None
-        if exact and like.dtype == torch.float32:
-            self._lost = torch.zeros_like(self._matrix, dtype=torch.bfloat16)
-        elif exact and like.dtype in (torch.bfloat16, torch.float16):
-            rows, columns = self._matrix.shape
-            half = rows // 2
-            upper = memory.view(-1)[: 2 * half * columns].view(torch.float32).view(half, columns)
-            lower = torch.zeros(rows - half, columns, dtype=torch.float32, device=like.device)
-            self._halves = upper, lower
+        memory = torch.empty(like.t().shape if self._transposed else like.shape, dtype=like.dtype, device=like.device)
+        self._result = memory.t() if self._transposed else memory
+        self._sum = GradientSum(memory.view(memory.shape[0] if memory.ndim else 1, math.prod(memory.shape[1:])), exact)
+
+    @property
+    def used(self) -> bool:
+        """Return whether a gradient was added."""
+        return not self._sum.is_empty
 
     def add(self, part: Tensor) -> None:
         """Add a tensor of the same sizes, of this dtype or a wider one."""
-        self.used = True
-        part = part.t() if self._transposed else part.reshape(self._matrix.shape)
-        if self._halves is not None:
-            upper, lower = self._halves
-            upper.add_(part[: len(upper)])
-            lower.add_(part[len(upper) :])
-        elif self._lost is not None:
-            for piece in self._pieces():
-                self._compensate(piece, part[piece].to(torch.float32).contiguous())
-        else:
-            self._matrix.add_(part)
+        self._sum.add(part.t() if self._transposed else part.reshape(self._sum.result.shape))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right.
-
-        Args:
-            left: (m, k).
-            right: (k, n), where the sum is (m, n).
-        """
-        self.used = True
-        if self._transposed:
-            left, right = right.t(), left.t()
-        if self._halves is not None:
-            upper, lower = self._halves
-            if len(upper):
-                product_into(upper, left[: len(upper)], right, accumulate=True)
-            product_into(lower, left[len(upper) :], right, accumulate=True)
-        elif self._lost is not None:
-            for piece in self._pieces():
-                self._compensate(piece, left[piece] @ right)
-        else:
-            self._matrix.addmm_(left, right)
+        """Add left @ right, (m, k) and (k, n), where the sum is (m, n)."""
+        self._sum.add_product(*((right.t(), left.t()) if self._transposed else (left, right)))
 
     def take(self, scale: Tensor | None = None) -> Tensor:
-        """Return the sum times a number, in its own memory; it can be neither added to nor taken again.
-
-        Args:
-            scale: 0-d, or None for one.
-        """
-        if self._halves is not None:
-            self._round(scale)
-            self._halves = None
-            return self.result
-        if self._lost is not None:
-            for piece in self._pieces():
-                self._matrix[piece].add_(self._lost[piece])
-            self._lost = None
-        return self.result if scale is None else self.result.mul_(scale)
-
-    def _compensate(self, piece: slice, part: Tensor) -> None:
-        assert self._lost is not None
-        add = compensated_add_by_kernel if has_kernel(part) else compensated_add
-        add(part, self._matrix[piece], self._lost[piece], False)
-
-    def _pieces(self) -> list[slice]:
-        """Return slices of the rows of the sum, which are added to one at a time."""
-        rows, columns = self._matrix.shape
-        step = max(1, PIECE_BYTES // (4 * max(columns, 1)))
-        return [slice(start, start + step) for start in range(0, rows, step)]
-
-    def _round(self, scale: Tensor | None) -> None:
-        """Round the sums into the result: those in its memory from the front, then those in the buffer."""
-        assert self._halves is not None
-        upper, lower = self._halves
-        sums, result = upper.view(-1), self._matrix.view(-1)
-        if scale is not None:
-            sums.mul_(scale)
-            lower.mul_(scale)
-        begin, end = 0, min(FIRST_STRETCH, sums.numel())
-        result[:end].copy_(sums[:end].clone())
-        # Elements [begin, end) are bytes [2 begin, 2 end), and their sums bytes [4 begin, 4 end).
-        while end < sums.numel():
-            begin, end = end, min(2 * end, sums.numel())
-            result[begin:end].copy_(sums[begin:end])
-        self._matrix[len(upper) :].copy_(lower)
+        """Return the sum times a number, 0-d; it can be neither added to nor taken again."""
+        self._sum.take(scale)
+        return self._result
 
 
 class _ProductContext(FunctionCtx):
@@ -147,7 +65,7 @@ class _ProductContext(FunctionCtx):
 
     saved_tensors: tuple[Tensor, Tensor]
     needs_input_grad: tuple[bool, ...]
-    sums: tuple[GradientSum, bool, GradientSum | None]
+    sums: tuple[ChunkSum, bool, ChunkSum | None]
     added_shape: torch.Size | None
 
 
@@ -163,9 +81,9 @@ class ProductInto(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         added: Tensor | None,
-        into: GradientSum,
+        into: ChunkSum,
         second: bool,
-        added_into: GradientSum | None,
+        added_into: ChunkSum | None,
     ) -> Tensor:
         """Compute the product; `second` says that `b` is the factor with the sum."""
         ctx.save_for_backward(a, b)

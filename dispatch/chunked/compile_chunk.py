@@ -8,6 +8,7 @@ their source: the next step records the same program, and finds it compiled.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
@@ -41,17 +42,13 @@ def compiled_program(
         steps and compiled runs, in order.
     """
     program: list[ScheduledStep | CompiledRun] = []
-    run: list[ScheduledStep] = []
-    for place, step in enumerate([*steps, None]):
-        ends = step is None or splits(step) or not _has_source(step) or (run and run[0].grad != step.grad)
-        if ends and run:
-            program.extend([_compiled(run, steps[place:], outputs)] if len(run) >= MIN_RUN_LENGTH else run)
-            run = []
-        if step is not None:
-            if splits(step) or not _has_source(step):
-                program.append(step)
-            else:
-                run.append(step)
+    end = 0
+    for (compiles, _), group in itertools.groupby(
+        steps, lambda step: (_has_source(step) and not splits(step), step.grad)
+    ):
+        run = list(group)
+        end += len(run)
+        program += [_compiled(run, steps[end:], outputs)] if compiles and len(run) >= MIN_RUN_LENGTH else run
     return program
 
 
@@ -59,20 +56,9 @@ def _has_source(step: ScheduledStep) -> bool:
     """Return whether a step, its op and all its arguments, can be written as source code."""
     op = step.op
     nameable = isinstance(op, OpOverload) or (isinstance(op, FunctionType) and op.__closure__ is None)
-    constants = (
-        Input,
-        LazyValue,
-        PerChunk,
-        bool,
-        int,
-        float,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.memory_format,
-    )
-    return nameable and step.rows is None and all(isinstance(x, (*constants, torch.layout)) for x in step.leaves)
+    named = Input | LazyValue | PerChunk | int | float | str | None
+    constants = torch.dtype | torch.device | torch.memory_format | torch.layout
+    return nameable and step.rows is None and all(isinstance(x, named | constants) for x in step.leaves)
 
 
 def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> CompiledRun:
@@ -96,7 +82,7 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
         return f"c{len(constants) - 1}"
 
     for place, step in enumerate(run):
-        arguments: PyTree = step.spec.unflatten([_Source(source(x)) for x in step.leaves])
+        arguments: PyTree = step.spec.unflatten([source(x) for x in step.leaves])
         args, kwargs = arguments
         constants.append(step.op)
         call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
@@ -109,19 +95,13 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
     return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, last_uses)
 
 
-class _Source(str):
-    """An argument as source code."""
-
-    __slots__ = ()
-
-
-Nested: TypeAlias = "_Source | list[Nested] | tuple[Nested, ...]"
+Nested: TypeAlias = "str | list[Nested] | tuple[Nested, ...]"
 
 
 def _nested(x: Nested) -> str:
-    """Return the source of nested tuples and lists of arguments."""
-    if isinstance(x, _Source):
-        return str(x)
+    """Return the source of nested tuples and lists of arguments, each the source of one."""
+    if isinstance(x, str):
+        return x
     if isinstance(x, list):
         return f"[{', '.join(map(_nested, x))}]"
     return f"({''.join(_nested(y) + ', ' for y in x)})"

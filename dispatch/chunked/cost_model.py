@@ -12,8 +12,9 @@ loss reads the logits twice and writes them once.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
@@ -173,6 +174,7 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     return ChunkPlan(Schedule(columns=columns, kept=kept), memory + shape.rows * ROW_BYTES, seconds, products)
 
 
+@functools.lru_cache(maxsize=256)
 def plan_linear_cross_entropy(
     shape: LossShape,
     *,
@@ -205,19 +207,21 @@ def plan_linear_cross_entropy(
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, accumulate, rates)
     candidates = list(_candidates(shape, accumulate, rows, memory_limit, rates))
+    chosen = _chosen(candidates, memory_limit, free_bytes)
+    return chosen or min(candidates, key=lambda plan: (plan.bytes, plan.seconds))
+
+
+def _chosen(candidates: Iterable[ChunkPlan], memory_limit: int | None, free_bytes: int | None) -> ChunkPlan | None:
+    """Return the fastest plan within a limit, or one that takes little more time and less memory; None: none fits."""
     limit = memory_limit
     if limit is None and free_bytes is not None:
         limit = int(FREE_MEMORY_SHARE * free_bytes)
     fitting = [plan for plan in candidates if limit is None or plan.bytes <= limit]
-    if not fitting:
-        return min(candidates, key=lambda plan: (plan.bytes, plan.seconds))
-    fastest = min(fitting, key=lambda plan: (plan.seconds, plan.bytes))
-    if memory_limit is not None:
+    fastest = min(fitting, key=lambda plan: (plan.seconds, plan.bytes), default=None)
+    if fastest is None or memory_limit is not None:
         return fastest
-    return min(
-        (plan for plan in fitting if plan.seconds <= (1 + MAX_SLOWDOWN) * fastest.seconds),
-        key=lambda plan: (plan.bytes, plan.seconds),
-    )
+    slowest = (1 + MAX_SLOWDOWN) * fastest.seconds
+    return min((plan for plan in fitting if plan.seconds <= slowest), key=lambda plan: (plan.bytes, plan.seconds))
 
 
 def _limit_of_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates) -> int:
@@ -259,6 +263,7 @@ KEPT_SHARES = 8
 """The number of shares of the logits, equal ones, that row statistics may keep between their passes."""
 
 
+@functools.lru_cache(maxsize=256)
 def plan_row_statistics(
     shape: LossShape,
     *,
@@ -285,22 +290,10 @@ def plan_row_statistics(
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
-    limit = memory_limit
-    if limit is None and free_bytes is not None:
-        limit = int(FREE_MEMORY_SHARE * free_bytes)
     candidates = [
         by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
         for columns in BLOCK_COLUMNS
-        if columns < shape.classes
+        if columns < shape.classes and shape.rows
         for share in range(KEPT_SHARES + 1)
     ]
-    fitting = [plan for plan in candidates if limit is None or plan.bytes <= limit]
-    if not fitting or not shape.rows:
-        return None
-    fastest = min(fitting, key=lambda plan: (plan.seconds, plan.bytes))
-    if memory_limit is not None:
-        return fastest
-    return min(
-        (plan for plan in fitting if plan.seconds <= (1 + MAX_SLOWDOWN) * fastest.seconds),
-        key=lambda plan: (plan.bytes, plan.seconds),
-    )
+    return _chosen(candidates, memory_limit, free_bytes)

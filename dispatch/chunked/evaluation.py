@@ -174,14 +174,8 @@ class _Evaluation:
     def _fused_scalar(self, requested: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; None for other values."""
         sums = [v for v in partials if v.needs_grad]
-        if requested.dtype.is_complex:
-            return None  # a gradient is a real multiple of that of one, but no complex multiple of it
-        if requested.meta.numel() != 1 or any(v.combine is not Combine.SUM for v in sums):
-            return None
-        if not is_affine(requested, sums):
-            return None
         plans = _passes(sums)
-        if len(plans) != 1:
+        if len(plans) != 1 or not _is_fusable(requested, sums):
             return None
         self._run_passes([v for v in partials if not v.needs_grad])
         (plan,) = plans
@@ -190,13 +184,45 @@ class _Evaluation:
         plan.release_values()
         rest = [self._compute(v) for v in others]
 
+        env: dict[int, Tensor] = {}
+
         def epilogue(totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-            env = {id(v): t for v, t in zip((*partials_of, *others), (*totals, *rest), strict=True)}
+            env.clear()
+            env.update({id(v): t for v, t in zip((*partials_of, *others), (*totals, *rest), strict=True)})
             return _rerun(requested, env)
 
         out: Tensor = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
+        _observe(requested, env)
+        env.clear()
         self._set_tensor(requested, plan.axis.with_backward_hooks(out))
         return out
+
+
+def _is_fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> bool:
+    """Return whether a scalar is affine in sums over chunks; a gradient is no complex multiple of that of one."""
+    is_number = requested.meta.numel() == 1 and not requested.dtype.is_complex
+    return is_number and all(v.combine is Combine.SUM for v in sums) and is_affine(requested, sums)
+
+
+def takes_one_pass(requested: LazyValue) -> bool:
+    """Return whether one pass computes a scalar together with its gradients."""
+    *earlier, last = _levels(requested) or [[]]
+    sums = [v for v in last if v.needs_grad]
+    is_single = len(_passes(sums)) == 1 and not any(v.needs_grad for level in earlier for v in level)
+    return is_single and _is_fusable(requested, sums)
+
+
+def _observe(requested: LazyValue, env: dict[int, Tensor]) -> None:
+    """Keep the values of the numbers that a number is made of."""
+    stack, seen = [requested], set[int]()
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or value.combine is not None or value.node is None:
+            continue
+        seen.add(id(value))
+        if id(value) in env:
+            value.observed = env[id(value)].detach()
+            stack.extend(x for x in value.node.operands() if isinstance(x, LazyValue))
 
 
 def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

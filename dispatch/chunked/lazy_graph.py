@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -60,17 +59,18 @@ def is_recording() -> bool:
     return _recording.get() is not None
 
 
+def is_differentiated() -> bool:
+    """Return whether ops that are recorded now are differentiable."""
+    return bool(_recording.get())
+
+
 def is_autocast(device: str) -> bool:
     """Return whether autocast is enabled on a type of device; torch refuses to tell for some, such as meta."""
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def without_ambient_modes(grad: bool | None = None) -> AbstractContextManager[None]:
-    """Return a context without autocast and saved-tensor hooks, which took effect when the ops were recorded.
-
-    Args:
-        grad: whether gradients are recorded; None: unchanged.
-    """
+    """Return a context without autocast and saved-tensor hooks; None of `grad` leaves the recording of gradients."""
     is_ambient = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or has_saved_tensor_hooks()
     grad = None if grad is torch.is_grad_enabled() else grad
     return _neutral_modes(grad) if is_ambient or grad is not None else _NO_MODES
@@ -126,7 +126,7 @@ class LazyValue:
 
     __slots__ = (
         *("_meta", "device", "index", "combine", "layout", "needs_grad", "node", "part_layout", "recorded", "tensor"),
-        "__weakref__",
+        *("__weakref__", "observed", "waiting"),
     )
 
     def __init__(
@@ -146,6 +146,10 @@ class LazyValue:
         """For a concatenated partial, the layout of its parts; for a stacked one, the rows that make a part."""
         self.recorded: tuple[int, int] | None = None
         """For a tensor of the caller, its version and address when it was recorded."""
+        self.waiting: Waiting | None = None
+        """For a number that a user holds, the ways to compute it."""
+        self.observed: Tensor | None = None
+        """For a number that was computed on the way to another, its value, without a gradient."""
 
     def description(self) -> LazyValue:
         """Return a copy of its metadata without node or tensor: keeping the copy keeps no tensor alive."""
@@ -181,6 +185,19 @@ class LazyValue:
     def dtype(self) -> torch.dtype:
         """Its dtype."""
         return self.like.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """The ways to compute a number that waits for others that may share its pass; see `shared_pass.py`.
+
+    Args:
+        alone: returns its tensor by a pass of its own; None, or a result of None: the recorded ops are evaluated.
+        shared: returns its recorded value, where that is not the number itself; None if there is none.
+    """
+
+    alone: Callable[[], Tensor | None] | None = None
+    shared: Callable[[], LazyValue | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,26 +309,6 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     return tensor
 
 
-@overload
-def emit(
-    op: Callable[..., PyTree],
-    args: Args,
-    kwargs: Kwargs,
-    metas: Tensor,
-    layouts: Sequence[RowLayout | Combine | None],
-    axis: ChunkAxis | None,
-    grad: bool | None = None,
-) -> LazyValue: ...
-@overload
-def emit(
-    op: Callable[..., PyTree],
-    args: Args,
-    kwargs: Kwargs,
-    metas: PyTree,
-    layouts: Sequence[RowLayout | Combine | None],
-    axis: ChunkAxis | None,
-    grad: bool | None = None,
-) -> PyTree: ...
 def emit(
     op: Callable[..., PyTree],
     args: Args,
@@ -331,12 +328,11 @@ def emit(
         axis: the rows that are divided into chunks; None for replicated operands.
         grad: whether it is differentiable, if its operands require grad; None: as `recording` says.
 
-    Returns:
-        the pytree of the results, with values in place of tensors.
+    Returns: the pytree of the results, with values in place of tensors.
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
     operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
-    recorded = bool(_recording.get()) if grad is None else grad
+    recorded = is_differentiated() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:
@@ -376,23 +372,25 @@ def replicated(value: LazyValue) -> LazyValue:
     if layout is None:
         return value
     if value.tensor is not None:
-        full = LazyValue(value.meta, value.device, None, None, value.needs_grad)
-        full.tensor, full.recorded = value.tensor, value.recorded
-        return full
+        leaf = LazyValue(value.meta, value.device, None, None, value.needs_grad)
+        leaf.tensor, leaf.recorded = value.tensor, value.recorded
+        return leaf
     node = value.node
     if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
-        (operand, *rest) = node.args
-        rest = [list(value.shape)] if node.name == "reshape" else rest
-        return emit(node.op, (replicated(operand), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
-    full = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+        rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
+        operands = replicated(node.args[0]), *rest
+        out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
+        return out
+    full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
     full.part_layout = layout
     return full
 
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Return a replicated value, chunked by a layout."""
-    return emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
+    out: LazyValue = emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
+    return out
 
 
 def identity(part: Tensor) -> Tensor:

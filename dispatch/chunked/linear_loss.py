@@ -21,7 +21,8 @@ from subtensors.dispatch.chunked.cost_model import (
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, known_tensor, without_ambient_modes
 from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
 from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limit
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
+from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 
@@ -59,16 +60,24 @@ def _equal(value: object, default: object) -> bool:
     return not isinstance(value, Tensor) and bool(value == default)
 
 
+def takes_linear(rows: LazyValue, weight: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype) -> bool:
+    """Return whether the kernels take the cross entropy of a linear layer that nothing else has read."""
+    layout, hidden = rows.layout, rows.tensor
+    if layout is None or layout.dim != 0 or hidden is None or options.reduction == "none":
+        return False
+    count, sizes = hidden.shape[0], target.shape
+    if target.dtype is not torch.int64 or len(sizes) != 1 or sizes[0] != count or not count or not weight.like.shape[0]:
+        return False
+    return not (dtype is torch.float64 is not hidden.dtype)  # the kernels would compute in a narrower dtype
+
+
 def cross_entropy_of_linear(
     rows: LazyValue,
     weight: LazyValue,
     bias: LazyValue | None,
     target: Tensor,
-    *,
+    options: CrossEntropy,
     dtype: torch.dtype,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
     grad: bool,
 ) -> Tensor | None:
     """Return the cross entropy of a linear layer that nothing else has read, without class weights.
@@ -78,29 +87,19 @@ def cross_entropy_of_linear(
         weight: (V, H), a constant.
         bias: (V,), a constant, or None.
         target: (N,) class indices, plain.
-        dtype: of the logits.
-        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        options: of the cross entropy.
+        dtype: of the result.
         grad: whether the result requires grad.
 
     Returns:
-        a number; None where `lowered_cross_entropy` has to decide.
+        a number; None where the dtypes don't fit together.
     """
-    layout = rows.layout
-    if layout is None or layout.dim != 0 or rows.tensor is None or reduction == "none":
-        return None
     hidden, weights = known_tensor(rows), known_tensor(weight)
     biases = None if bias is None else known_tensor(bias)
     assert hidden is not None
     assert weights is not None
-    if target.dtype is not torch.int64 or target.shape != hidden.shape[:1]:
-        return None
-    if not hidden.shape[0] or not weights.shape[0]:
-        return None
-    if dtype is torch.float64 is not hidden.dtype:
-        return None  # the kernels compute in a narrower dtype than was requested
-    options = cross_entropy_options(None, ignore_index, label_smoothing, None, 1.0, reduction)
-    result_dtype = loss_dtype(dtype, rows.device.type)
-    return linear_cross_entropy_loss(hidden, weights, biases, target, options, layout, grad, result_dtype)
+    assert rows.layout is not None
+    return linear_cross_entropy_loss(hidden, weights, biases, target, options, rows.layout, grad, dtype)
 
 
 def linear_cross_entropy_loss(
@@ -148,17 +147,16 @@ def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
 
 
 def cross_entropy_options(
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    temperature: float,
-    reduction: str,
-) -> CrossEntropy:
-    """Return the options of a cross entropy; cached, since each step of a training run needs the same."""
+    class_weight: object, ignore_index: int, label_smoothing: float, reduction: str
+) -> CrossEntropy | None:
+    """Return the options of a cross entropy; None for those that torch refuses, and weights with rules of their own."""
+    if reduction not in REDUCTIONS or not 0 <= label_smoothing <= 1:
+        return None
     if class_weight is None:
-        return _options(ignore_index, None, label_smoothing, 0.0, softcap, temperature, reduction)
-    return CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, reduction)
+        return _options(ignore_index, None, label_smoothing, 0.0, None, 1.0, reduction)
+    if not isinstance(class_weight, Tensor) or type(class_weight) in LAZY_TYPES:
+        return None
+    return CrossEntropy(ignore_index, class_weight, label_smoothing, reduction=reduction)
 
 
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
@@ -176,37 +174,22 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
     Raises:
         ValueError: the limit that the user set can't be met.
     """
-    plan = _cached_plan(shape, policy.exact, rows, *_limits(policy, rows, device))
+    accumulate: Accumulate = "exact" if policy.exact else "fast"
+    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, **_limits(policy, rows, device))
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 
 
 def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
     """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
-    return _cached_statistics_plan(shape, rows, *_limits(policy, rows, device))
+    return plan_row_statistics(shape, rows=rows, **_limits(policy, rows, device))
 
 
-def _limits(policy: Policy, rows: int | None, device: torch.device) -> tuple[int | None, int | None]:
+def _limits(policy: Policy, rows: int | None, device: torch.device) -> dict[str, int | None]:
     """Return the user's limit of memory, and where there is none, nor rows, the free memory."""
-    if rows is not None or policy.memory_limit is not None:
-        return policy.memory_limit, None
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return None, free and _rounded_down(free)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_plan(shape: LossShape, exact: bool, rows: int | None, limit: int | None, free: int | None) -> ChunkPlan:
-    """Return the plan of a loss; cached, since each step of a training run needs the same."""
-    accumulate: Accumulate = "exact" if exact else "fast"
-    return plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, memory_limit=limit, free_bytes=free)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_statistics_plan(
-    shape: LossShape, rows: int | None, limit: int | None, free: int | None
-) -> ChunkPlan | None:
-    """Return the plan of row statistics; cached as well."""
-    return plan_row_statistics(shape, rows=rows, memory_limit=limit, free_bytes=free)
+    if rows is not None or policy.memory_limit is not None or device.type != "cuda":
+        return {"memory_limit": policy.memory_limit}
+    return {"free_bytes": _rounded_down(torch.cuda.mem_get_info(device)[0])}
 
 
 def _rounded_down(free: int) -> int:

@@ -14,59 +14,48 @@ from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
 from subtensors.dispatch.chunked.linear_loss import (
     chunk_plan,
-    cross_entropy_options,
     linear_cross_entropy_loss,
-    loss_dtype,
     requested_rows,
 )
 from subtensors.dispatch.chunked.match_logits import master_weight, match_linear_logits, transposed_weight
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 
 def lowered_cross_entropy(
-    logits: LazyValue,
-    target: Tensor,
-    *,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    grad: bool,
+    logits: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype, grad: bool
 ) -> Tensor | None:
     """Compute the cross entropy of chunked logits by the kernels.
 
     Args:
         logits: (N, V), chunked along N.
         target: (N,) class indices, or (N, V) distributions, plain.
-        class_weight, ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        options: of the cross entropy.
+        dtype: of the result.
         grad: whether gradients are recorded.
 
     Returns:
         a number; None where the logits are no linear layer of an input, or the kernels don't take the options.
     """
     layout = logits.layout
-    if layout is None or logits.ndim != 2 or layout.dim != 0 or reduction not in ("mean", "sum"):
+    if layout is None or logits.ndim != 2 or layout.dim != 0 or options.reduction == "none":
         return None
     has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    has_soft_targets = target.shape == logits.shape and target.is_floating_point() and ignore_index < 0
+    has_soft_targets = target.shape == logits.shape and target.is_floating_point() and options.ignore_index < 0
     if not (has_class_targets or has_soft_targets) or not logits.shape[0] or not logits.shape[1]:
         return None
-    if any(x is not None and x.requires_grad for x in (class_weight, target)):
+    if any(x is not None and x.requires_grad for x in (options.class_weight, target)):
         return None
     found = match_linear_logits(logits)
     if found is None:
         return None
     needs_grad = grad and logits.needs_grad
-    dtype = loss_dtype(logits.dtype, logits.device.type)
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
         hidden = found.rows_of(input_tensor(found.hidden))
         weight = evaluate(master_weight(transposed_weight(found.weight), hidden.dtype))
         bias = None if found.bias is None else evaluate(found.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
-    transforms = found.transforms
-    options = cross_entropy_options(
-        class_weight, ignore_index, label_smoothing, transforms.softcap, transforms.temperature, reduction
-    )
+    options = found.transforms.applied_to(options)
     return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype)
 
 

@@ -128,7 +128,9 @@ def _full(value: LazyValue) -> LazyValue:
     if node is None or value.tensor is not None:
         return replicated(value)
     rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
-    return emit(node.op, (_full(node.args[0]), *rest), node.kwargs, value.meta, [None], None, grad=node.grad)
+    operands = _full(node.args[0]), *rest
+    out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
+    return out
 
 
 def _rows_of(hidden: LazyValue, views: tuple[View, ...]) -> LazyValue:

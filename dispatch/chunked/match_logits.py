@@ -8,7 +8,7 @@ reshapes and slices of rows), then a product of hidden states with a replicated 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.record import record
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 aten = torch.ops.aten
 
@@ -52,6 +53,11 @@ class TransformedLogits:
             else:
                 value = record(aten.reshape.default, value, [*view, value.shape[-1]])
         return value
+
+    def applied_to(self, options: CrossEntropy) -> CrossEntropy:
+        """Return the options of a cross entropy of the base."""
+        plain = self.softcap is None and self.temperature == 1
+        return options if plain else replace(options, softcap=self.softcap, temperature=self.temperature)
 
     def apply_to(self, logits: LazyValue, dtype: torch.dtype) -> LazyValue:
         """Apply the same softcap and temperature to other logits, in a dtype."""

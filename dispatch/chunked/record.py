@@ -188,7 +188,8 @@ def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
     args, kwargs = tree_map(
         (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
     )
-    return emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    return out
 
 
 def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | RowSlice:

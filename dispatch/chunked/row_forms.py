@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.match_logits import SCALINGS, match_linear_logits, match_transforms
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import Kind, has_rows, record_statistic
@@ -183,40 +183,20 @@ def _product_form(first: LazyValue, second: LazyValue, depth: int) -> RowForm | 
     return None
 
 
-def record_class_sum(
-    value: LazyValue, dim: int, keepdim: bool, dtype: torch.dtype | None, grad: bool
-) -> LazyValue | None:
-    """Record the sum over the classes of a value with a softmax as its factor.
-
-    Args:
-        value: (..., V).
-        dim: the dim that is summed over.
-        keepdim, dtype: as in `torch.sum`.
-        grad: whether it is differentiable.
-
-    Returns:
-        the sum, chunked; None where it is no statistic of rows.
-    """
-    if value.layout is None or not value.ndim or dim % value.ndim != value.ndim - 1:
-        return None
+def class_sum(value: LazyValue, dtype: torch.dtype) -> LazyValue | None:
+    """Record the sum over the classes of a value (..., V) with a softmax as its factor, in a dtype; None for others."""
     form = row_form(value)
     if form is None or not form.is_softmax:
         return None
     if form.vector is not None:
-        terms = [(form.constant, record_statistic(form.logits, "expectation", form.vector, grad))]
+        terms = [(form.constant, record_statistic(form.logits, "expectation", form.vector))]
     else:
         kinds: tuple[Kind, Kind] = ("negative_entropy", "log_sum_exp")
-        factors = (form.log_p, form.log_sum_exp)
-        terms = [
-            (factor, record_statistic(form.logits, kind, None, grad))
-            for factor, kind in zip(factors, kinds, strict=True)
-            if factor
-        ]
+        factors = zip((form.log_p, form.log_sum_exp), kinds, strict=True)
+        terms = [(factor, record_statistic(form.logits, kind)) for factor, kind in factors if factor]
     if not terms or any(term is None for _, term in terms):
         return None
-    with recording(grad and value.needs_grad):
-        out = _linear_combination(terms, 0.0 if form.vector is not None else form.constant)
-        return cast(record(aten.unsqueeze.default, out, -1) if keepdim else out, dtype or value.dtype)
+    return cast(_linear_combination(terms, 0.0 if form.vector is not None else form.constant), dtype)
 
 
 def _linear_combination(terms: list[tuple[float, LazyValue | None]], constant: float) -> LazyValue:
@@ -230,65 +210,39 @@ def _linear_combination(terms: list[tuple[float, LazyValue | None]], constant: f
     return out
 
 
-def record_log_sum_exp(logits: LazyValue, dim: int, keepdim: bool, grad: bool) -> LazyValue | None:
-    """Record the log-sum-exp of the classes.
-
-    Args:
-        logits: (..., V), chunked along another dim than the last.
-        dim: the dim that is summed over.
-        keepdim: whether the result has that dim, of size one.
-        grad: whether it is differentiable.
-
-    Returns:
-        (...), chunked, in the dtype of the logits; None where the kernels don't take them.
-    """
-    if not logits.ndim or dim % logits.ndim != logits.ndim - 1:
-        return None
-    value = record_statistic(logits, "log_sum_exp", None, grad)
+def log_sum_exp(logits: LazyValue, keepdim: bool) -> LazyValue | None:
+    """Record the log-sum-exp of the classes of logits (..., V), in their dtype; None where kernels don't take it."""
+    value = record_statistic(logits, "log_sum_exp")
     if value is None:
         return None
-    with recording(grad and logits.needs_grad):
-        value = cast(value, logits.dtype)
-        if keepdim:
-            value = record(aten.unsqueeze.default, value, -1)
-            _log_sum_exps[value] = logits
-        return value
+    value = cast(value, logits.dtype)
+    if keepdim:
+        value = record(aten.unsqueeze.default, value, -1)
+        _log_sum_exps[value] = logits
+    return value
 
 
-def record_argmax(logits: LazyValue, dim: int, keepdim: bool) -> LazyValue | None:
-    """Record the largest class of a linear layer's logits; None for other values, or another dim."""
-    if not logits.ndim or dim % logits.ndim != logits.ndim - 1 or match_linear_logits(logits) is None:
-        return None
-    value = record_statistic(logits, "argmax", None, grad=True)
-    return value if value is None or not keepdim else record(aten.unsqueeze.default, value, -1)
-
-
-def record_gather(scores: LazyValue, dim: int, index: LazyValue, grad: bool) -> LazyValue | None:
+def gathered(scores: LazyValue, index: LazyValue) -> LazyValue | None:
     """Record log-probabilities or probabilities of given classes, or logits of a linear layer.
 
     Args:
         scores: (..., V), chunked along another dim than the last.
-        dim: the dim of the classes.
         index: (..., T), the classes of each row.
-        grad: whether it is differentiable.
 
     Returns:
         (..., T), chunked, in the dtype of the scores; None where those are none of these.
     """
-    if not scores.ndim or dim % scores.ndim != scores.ndim - 1:
-        return None
     form = row_form(scores)
     if form is None:
         if match_linear_logits(scores) is None:
             return None
-        value = record_statistic(scores, "logit", index, grad)
+        value = record_statistic(scores, "logit", index)
     elif form.is_log_softmax or (form.is_softmax and form.is_constant and form.constant == 1):
-        value = record_statistic(form.logits, "log_probability", index, grad)
+        value = record_statistic(form.logits, "log_probability", index)
     else:
         return None
     if value is None:
         return None
-    with recording(grad and scores.needs_grad):
-        if form is not None and form.is_softmax:
-            value = record(aten.exp.default, value)
-        return cast(value, scores.dtype)
+    if form is not None and form.is_softmax:
+        value = record(aten.exp.default, value)
+    return cast(value, scores.dtype)

@@ -7,6 +7,8 @@ incoming gradient scales the gradient of the logits before that enters any produ
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,18 +24,9 @@ from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 aten = torch.ops.aten
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    temperature: float,
-) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, class_weight: Tensor | None, options: CrossEntropy) -> Tensor:
     """Compute the loss of each row of a chunk, (n,)."""
-    options = CrossEntropy(ignore_index, class_weight, label_smoothing, 0.0, softcap, temperature, "none")
-    return row_cross_entropy(logits, target, options)
+    return row_cross_entropy(logits, target, replace(options, class_weight=class_weight))
 
 
 ROW_OPS = frozenset({cross_entropy})
@@ -58,11 +51,7 @@ def _log_softmax_input(scores: LazyValue) -> LazyValue | None:
 def record_cross_entropy(
     logits: LazyValue,
     target: Tensor | LazyValue,
-    *,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: CrossEntropy,
     dtype: torch.dtype,
     grad: bool,
 ) -> LazyValue | None:
@@ -71,7 +60,7 @@ def record_cross_entropy(
     Args:
         logits: (N, V), chunked along N.
         target: (N,) class indices, or (N, V) distributions.
-        class_weight, ignore_index, reduction, label_smoothing: as `torch.nn.functional.cross_entropy` has them.
+        options: of the cross entropy.
         dtype: of the result.
         grad: whether it is differentiable.
 
@@ -83,35 +72,23 @@ def record_cross_entropy(
     if layout is None or logits.ndim != 2 or layout.dim != 0 or not logits.shape[1] or target.needs_grad:
         return None
     has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    has_soft_targets = target.shape == logits.shape and target.dtype.is_floating_point and ignore_index < 0
-    if not (has_class_targets or has_soft_targets) or target.device != logits.device or not 0 <= label_smoothing <= 1:
+    has_soft_targets = target.shape == logits.shape and target.dtype.is_floating_point and options.ignore_index < 0
+    if not (has_class_targets or has_soft_targets) or target.device != logits.device:
         return None
-    weight = None if class_weight is None else constant(class_weight)
+    weight = None if options.class_weight is None else constant(options.class_weight)
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
     transforms, rows = untransformed_rows(logits)
     wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
-        losses = emit(
-            cross_entropy,
-            (
-                rows,
-                sliced(target, layout),
-                weight,
-                ignore_index,
-                label_smoothing,
-                transforms.softcap,
-                transforms.temperature,
-            ),
-            {},
-            torch.empty(logits.shape[0], dtype=wide, device="meta"),
-            [layout],
-            layout.axis,
-        )
-        if reduction == "none":
+        meta = torch.empty(logits.shape[0], dtype=wide, device="meta")
+        row_options = transforms.applied_to(replace(options, class_weight=None, reduction="none"))
+        operands = rows, sliced(target, layout), weight, row_options
+        losses = emit(cross_entropy, operands, {}, meta, [layout], layout.axis)
+        if options.reduction == "none":
             return cast(losses, dtype)
         if has_soft_targets:
-            out: LazyValue = record(aten.sum.default if reduction == "sum" else aten.mean.default, losses)
+            out: LazyValue = record(aten.sum.default if options.reduction == "sum" else aten.mean.default, losses)
             return cast(out, dtype)
-        loss, _ = reduce_losses(losses, target, weight, ignore_index, reduction == "mean", wide)
+        loss, _ = reduce_losses(losses, target, weight, options.ignore_index, options.reduction == "mean", wide)
         return cast(loss, dtype)

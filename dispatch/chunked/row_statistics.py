@@ -14,7 +14,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, NeedsMaterialize, emit, recording, replicated
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyNode,
+    LazyValue,
+    NeedsMaterialize,
+    emit,
+    is_differentiated,
+    recording,
+    replicated,
+)
 from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
 from subtensors.dispatch.chunked.record import sliced
 from subtensors.kernels.cross_entropy.row_statistics import row_statistics
@@ -102,14 +110,13 @@ def has_rows(logits: LazyValue) -> bool:
     return sized and logits.layout is not None and logits.layout.dim != logits.ndim - 1
 
 
-def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None, grad: bool) -> LazyValue | None:
+def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = None) -> LazyValue | None:
     """Record a statistic of the last dim of logits.
 
     Args:
         logits: (..., V), chunked along another dim than the last.
         kind: of the statistic.
         operand: (..., T), the classes of each row, for "logit" and "log_probability"; (V,), for "expectation".
-        grad: whether it is differentiable.
 
     Returns:
         (...) or (..., T), chunked, in the dtype of the kernels' arithmetic; None where these don't take the logits.
@@ -131,7 +138,8 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None, g
     dtype = torch.int64 if kind == "argmax" else arithmetic_dtype(rows.dtype)
     count = operand.shape[-1] if is_class and operand is not None else 0
     meta = torch.empty((*logits.shape[:-1], count) if is_class else logits.shape[:-1], dtype=dtype, device="meta")
-    grad = grad and logits.needs_grad
+    # The largest class has no gradient: it joins the others where it is asked for without recording them.
+    grad = (is_differentiated() or kind == "argmax") and logits.needs_grad
     key = transforms.views, transforms.softcap, transforms.temperature, grad
     operands = () if operand is None else (sliced(operand, layout) if is_class else replicated(operand),)
     node = _open_node(transforms.base, key, has_vector=kind == "expectation")

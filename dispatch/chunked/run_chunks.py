@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.accumulation import GradientSum, ProductInto
+from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto
 from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
@@ -82,12 +82,12 @@ class Gradients:
     def __init__(self, plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.plan = plan
         self.needed = [n for n in range(len(needed)) if needed[n]]
-        self.sums: dict[int, GradientSum] = {}
+        self.sums: dict[int, ChunkSum] = {}
         self.parts: dict[int, Tensor] = {}
         self._has_gradient: set[int] = set()
         for n in self.needed:
             if plan.inputs[n].layout is None:
-                self.sums[n] = GradientSum(tensors[n], plan.axis.policy.exact)
+                self.sums[n] = ChunkSum(tensors[n], plan.axis.policy.exact)
             else:
                 self.parts[n] = torch.zeros_like(tensors[n])
 
@@ -200,7 +200,7 @@ _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, N
 
 def _product(
     step: ScheduledStep, positions: dict[int, int], gradients: Gradients
-) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[GradientSum, bool, GradientSum | None]] | None:
+) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[ChunkSum, bool, ChunkSum | None]] | None:
     """Return the operands and gradient sums of a product with a replicated factor that needs a gradient; else None."""
     found = _FACTORS.get(step.op) if step.grad else None
     if found is None:

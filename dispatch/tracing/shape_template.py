@@ -13,6 +13,7 @@ or if the graphs differ in more than numbers, there is no template.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -52,20 +53,15 @@ class Number:
 
     @staticmethod
     def through(points: Sequence[Sizes], values: Sequence[int]) -> Number:
-        """The polynomial through these points, one for each product of sizes.
+        """The polynomial through the points of a `grid`.
 
         Raises:
             NoTemplate: a coefficient is no integer.
         """
-        products = _products(len(points[0]))
-        rows = [
-            [Fraction(_product(point, p)) for p in products] + [Fraction(v)]
-            for point, v in zip(points, values, strict=True)
-        ]
-        coefficients = _solve(rows)
-        if any(c.denominator != 1 for c in coefficients):
+        terms = _terms(points, [Fraction(v) for v in values], 0)
+        if any(c.denominator != 1 for c in terms.values()):
             raise NoTemplate(f"{list(values)} at the sizes {list(points)} is no polynomial")
-        return Number({p: int(c) for p, c in zip(products, coefficients, strict=True) if c})
+        return Number({p: int(c) for p, c in terms.items() if c})
 
     def at(self, sizes: Sizes) -> int:
         """Its value."""
@@ -248,30 +244,21 @@ def grid(near: Sizes, far: Sizes) -> list[Sizes]:
     return [tuple(pair) for pair in itertools.product(*zip(near, far, strict=True))]
 
 
-def _products(count: int) -> list[tuple[int, ...]]:
-    return [p for n in range(count + 1) for p in itertools.combinations(range(count), n)]
-
-
 def _product(sizes: Sizes, indices: tuple[int, ...]) -> int:
-    out = 1
-    for i in indices:
-        out *= sizes[i]
-    return out
+    return math.prod(sizes[i] for i in indices)
 
 
-def _solve(rows: list[list[Fraction]]) -> list[Fraction]:
-    """The solution of a square linear system, each row with its right-hand side, by Gauss-Jordan elimination."""
-    count = len(rows)
-    for i in range(count):
-        pivot = next((r for r in range(i, count) if rows[r][i]), None)
-        if pivot is None:
-            raise NoTemplate("the traced sizes don't determine the numbers")
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        rows[i] = [x / rows[i][i] for x in rows[i]]
-        for r in range(count):
-            if r != i and rows[r][i]:
-                rows[r] = [x - rows[r][i] * y for x, y in zip(rows[r], rows[i], strict=True)]
-    return [row[-1] for row in rows]
+def _terms(points: Sequence[Sizes], values: Sequence[Fraction], size: int) -> dict[tuple[int, ...], Fraction]:
+    """Return the coefficients through values on a grid, whose first half has the near value of a size."""
+    if len(values) == 1:
+        return {(): values[0]}
+    half = len(values) // 2
+    near, far = points[0][size], points[half][size]
+    if near == far:
+        raise NoTemplate("the traced sizes don't determine the numbers")
+    low, high = (_terms(points[part], values[part], size + 1) for part in (slice(half), slice(half, None)))
+    slopes = {p: (high[p] - low[p]) / (far - near) for p in low}
+    return {p: low[p] - slopes[p] * near for p in low} | {(size, *p): slope for p, slope in slopes.items()}
 
 
 def _equal(a: object, b: object) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
+from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
 from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, product_into
 
 Parts = list[tuple[int, int]]
@@ -97,27 +97,26 @@ class ColumnPasses:
             gradient = linear.block(scratch, all_rows, part).logits
             write_gradient(block, gradient)
             if hidden_sum is not None:
-                hidden_sum.add(gradient.t(), linear.weight[begin:end])
+                hidden_sum.add_product(gradient, linear.weight[begin:end])
             if weight_grad is not None:
                 product_into(weight_grad[begin:end], gradient.t(), linear.hidden, accumulate=False)
             if bias_grad is not None:
                 torch.sum(gradient, 0, dtype=linear.compute_dtype, out=bias_grad[begin:end])
         del memory, first_pass, scratch, places, place, block, gradient  # their memory is reused by dX
-        return None if hidden_sum is None else hidden_sum.take(), weight_grad, bias_grad
+        return None if hidden_sum is None else hidden_sum.take().to(linear.hidden.dtype), weight_grad, bias_grad
 
     def _allocate(self) -> _Memory:
         linear, (_, columns) = self.linear, self.blocks[0]
         return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * columns), linear.weight_grad())
 
 
-def _hidden_sum(linear: LinearHead, blocks: Parts) -> CompensatedGemmSum | Float32Sum:
+def _hidden_sum(linear: LinearHead, blocks: Parts) -> GradientSum:
     """Return the accumulator of the hidden states' gradient over blocks of columns."""
-    hidden, columns = linear.hidden, blocks[0][1]
-    if (
-        columns >= hidden.shape[1] or hidden.itemsize != 2
-    ):  # a block took as much memory as the result, or nothing is rounded
-        return Float32Sum(hidden.shape[0], hidden.shape[1], hidden)
-    return CompensatedGemmSum(hidden.new_empty(hidden.shape), hidden.dtype, True, len(blocks), kernels=False)
+    hidden, (_, columns) = linear.hidden, blocks[0]
+    if columns >= hidden.shape[1] or hidden.itemsize != 2:
+        # A block took as much memory as the result, or nothing is rounded.
+        return GradientSum(hidden.new_empty(hidden.shape, dtype=linear.compute_dtype), exact=False)
+    return GradientSum(hidden.new_empty(hidden.shape), exact=len(blocks) > 1, kernels=False)
 
 
 def _places(linear: LinearHead, blocks: Parts, weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:

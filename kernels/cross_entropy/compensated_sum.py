@@ -8,8 +8,8 @@ and at the end both are rounded into place: the upper one over itself, from the 
         during the sum          [ float32, rows 0 .. V/2  ]    [ float32, rows V/2 .. V ]
         at the end              [ 16 bits, rows 0 .. V    ]    (freed)
 
-This takes two bytes an element beside the result, and every addition happens inside a GEMM. `Float32Sum` sums in one
-float32 matrix and rounds it into new memory: for callers that have freed as much by then.
+This takes two bytes an element beside the result, and every product is added inside a GEMM. Callers that have freed as
+much memory by then sum in one float32 matrix and round that, which is faster than two products into two halves.
 
 A float32 result keeps the rounding errors of its additions in bfloat16 (Kahan, https://doi.org/10.1145/363707.363723,
 by Knuth's exact sum of two): two bytes an element as well. Its products are added by a kernel, a piece at a time.
@@ -20,8 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.logits_block import product_into
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.cross_entropy.logits_block import product_into, uses_kernels
 from subtensors.kernels.runtime.launcher import launching_on
 
 BLOCK = 2048
@@ -63,106 +62,106 @@ def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -
     total.copy_(after)
 
 
-class CompensatedGemmSum:
-    """A sum of matrix products a^T b, the weight gradient of chunk after chunk.
+class GradientSum:
+    """A sum of matrix products and other terms: the gradient of a weight over chunk after chunk.
 
     Args:
-        result: (rows, columns), contiguous and uninitialized; it holds the sum after the last product.
-        operand_dtype: of the factors. A wider result needs no compensation.
+        result: (rows, columns), contiguous and uninitialized; it holds the sum once that is taken.
         exact: whether to keep rounding errors between additions; otherwise each sum is rounded to the result's dtype.
-        terms: the number of products that will be added.
-        kernels: whether to add by a Triton kernel, or in plain torch.
+        kernels: whether to add by a Triton kernel; None: on a GPU.
     """
 
-    def __init__(self, result: Tensor, operand_dtype: torch.dtype, exact: bool, terms: int, kernels: bool) -> None:
-        self.result, self.terms, self.added = result, terms, 0
+    def __init__(self, result: Tensor, exact: bool, kernels: bool | None = None) -> None:
+        self.result, self.is_empty = result, True
         self.buffer: Tensor | None = None
         """The memory kept in addition to the result until the sum is complete."""
-        self._is_compensated = result.dtype == torch.float32
-        self._kernels = kernels
-        if terms == 0:
-            result.zero_()
-        elif exact and terms > 1 and result.dtype == operand_dtype and result.dtype != torch.float64:
-            rows, columns = result.shape
-            if self._is_compensated:
-                self.buffer = result.new_empty(rows, columns, dtype=torch.bfloat16)
-                self._partial = result.new_empty(min(rows, max(1, PIECE_BYTES // (4 * max(1, columns)))), columns)
-            else:
-                half = rows // 2
-                self.buffer = result.new_empty(rows - half, columns, dtype=torch.float32)
-                self._upper = result.view(-1)[: 2 * half * columns].view(torch.float32).view(half, columns)
+        self._upper: Tensor | None = None
+        """The sums of the upper rows in the memory of a 16-bit result."""
+        self._kernels = uses_kernels(result, kernels)
+        rows, columns = result.shape
+        if exact and result.dtype == torch.float32:
+            self.buffer = torch.empty_like(result, dtype=torch.bfloat16)
+        elif exact and result.itemsize == 2:
+            half = rows // 2
+            self.buffer = result.new_empty(rows - half, columns, dtype=torch.float32)
+            self._upper = result.view(-1)[: 2 * half * columns].view(torch.float32).view(half, columns)
 
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a^T b.
+    def add(self, part: Tensor) -> None:
+        """Add a tensor of the same sizes, of the result's dtype or a wider one."""
+        first, self.is_empty = self.is_empty, False
+        if self.buffer is not None and self._upper is None:
+            for piece in self._pieces():
+                self._compensate(piece, part[piece].to(torch.float32).contiguous(), first)
+            return
+        for total, piece in self._totals():
+            if first:
+                total.copy_(part[piece])
+            else:
+                total.add_(part[piece])
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right.
 
         Args:
-            a: (n, rows).
-            b: (n, columns), of the same dtype.
+            left: (rows, k).
+            right: (k, columns), of the same dtype.
         """
-        first, last = self.added == 0, self.added == self.terms - 1
-        self.added += 1
-        if self.buffer is None:
-            product_into(self.result, a.t(), b, accumulate=not first)
-        elif self._is_compensated:
-            self._add_compensated(a, b, first)
-        else:
-            half = self._upper.shape[0]
-            product_into(self._upper, a[:, :half].t(), b, accumulate=not first)
-            product_into(self.buffer, a[:, half:].t(), b, accumulate=not first)
-            if last:
-                self._round()
+        first, self.is_empty = self.is_empty, False
+        if self.buffer is not None and self._upper is None:
+            for piece in self._pieces():
+                partial = self.result.new_empty(self.result[piece].shape)
+                product_into(partial, left[piece], right, accumulate=False)
+                self._compensate(piece, partial, first)
+            return
+        for total, piece in self._totals():
+            if len(total):
+                product_into(total, left[piece], right, accumulate=not first)
 
-    def take(self) -> Tensor:
-        """Return the complete sum."""
-        return self.result
+    def take(self, scale: Tensor | None = None) -> Tensor:
+        """Return the sum times a number, in its own memory; it can be neither added to nor taken again.
 
-    def _add_compensated(self, a: Tensor, b: Tensor, first: bool) -> None:
+        Args:
+            scale: 0-d, or None for one.
+        """
+        buffer, self.buffer = self.buffer, None
+        if self.is_empty:
+            return self.result.zero_()
+        if self._upper is not None and buffer is not None:
+            self._round(self._upper, buffer, scale)
+            return self.result
+        if buffer is not None:
+            for piece in self._pieces():
+                self.result[piece].add_(buffer[piece])
+        return self.result if scale is None else self.result.mul_(scale)
+
+    def _totals(self) -> list[tuple[Tensor, slice]]:
+        """Return the matrices that are summed in, and the rows of the result that each holds."""
+        if self._upper is None or self.buffer is None:
+            return [(self.result, slice(None))]
+        half = len(self._upper)
+        return [(self._upper, slice(half)), (self.buffer, slice(half, None))]
+
+    def _compensate(self, piece: slice, part: Tensor, first: bool) -> None:
         assert self.buffer is not None
         add = compensated_add_by_kernel if self._kernels else compensated_add
-        for begin in range(0, self.result.shape[0], self._partial.shape[0]):
-            end = min(begin + self._partial.shape[0], self.result.shape[0])
-            partial = self._partial[: end - begin]
-            product_into(partial, a[:, begin:end].t(), b, accumulate=False)
-            add(partial, self.result[begin:end], self.buffer[begin:end], first)
+        add(part, self.result[piece], self.buffer[piece], first)
 
-    def _round(self) -> None:
-        """Round the sums in the memory of the result into place, then those in the buffer."""
-        assert self.buffer is not None
-        sums, result = self._upper.view(-1), self.result.view(-1)
+    def _pieces(self) -> list[slice]:
+        """Return slices of the rows of the sum, which are added to one at a time."""
+        rows, columns = self.result.shape
+        step = max(1, PIECE_BYTES // (4 * max(columns, 1)))
+        return [slice(start, start + step) for start in range(0, rows, step)]
+
+    def _round(self, upper: Tensor, lower: Tensor, scale: Tensor | None) -> None:
+        """Round the sums in the memory of the result into place, from the front, then those in the buffer."""
+        sums, result = upper.view(-1), self.result.view(-1)
+        if scale is not None:
+            sums.mul_(scale)
+            lower.mul_(scale)
         begin, end = 0, min(FIRST_STRETCH, sums.numel())
         result[:end].copy_(sums[:end].clone())
         # Elements [begin, end) are bytes [2 begin, 2 end), and their sums bytes [4 begin, 4 end).
         while end < sums.numel():
             begin, end = end, min(2 * end, sums.numel())
             result[begin:end].copy_(sums[begin:end])
-        self.result[self._upper.shape[0] :].copy_(self.buffer)
-
-
-class Float32Sum:
-    """A sum of matrix products a^T b in float32 (float64 for such factors), rounded once into memory of its own.
-
-    One product into one matrix is faster than two into two halves. Rounding needs the memory of the result in addition.
-
-    Args:
-        rows, columns: the shape of the sum.
-        like: a tensor of the dtype and device of the result.
-    """
-
-    def __init__(self, rows: int, columns: int, like: Tensor) -> None:
-        self._dtype = like.dtype
-        self._sum = torch.empty(rows, columns, dtype=arithmetic_dtype(like.dtype), device=like.device)
-        self._is_empty = True
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a^T b.
-
-        Args:
-            a: (n, rows).
-            b: (n, columns), of the same dtype.
-        """
-        product_into(self._sum, a.t(), b, accumulate=not self._is_empty)
-        self._is_empty = False
-
-    def take(self) -> Tensor:
-        """Return the sum in the dtype of the result."""
-        return self._sum.to(self._dtype)
+        self.result[len(upper) :].copy_(lower)

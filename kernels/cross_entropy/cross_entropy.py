@@ -90,11 +90,6 @@ class Targets(NamedTuple):
     soft: Tensor | None
     class_weight: Tensor | None
 
-    def rows(self, begin: int, end: int) -> Targets:
-        """Return the targets of rows [begin, end)."""
-        class_indices, soft = (None if t is None else t[begin:end] for t in (self.class_indices, self.soft))
-        return Targets(class_indices, soft, self.class_weight)
-
 
 class RowStatistics(NamedTuple):
     """The statistics of each row's logits that the loss needs, each (N,).
@@ -112,26 +107,9 @@ class RowStatistics(NamedTuple):
     logit_sum: Tensor
 
     @staticmethod
-    def initial(count: int, dtype: torch.dtype, device: torch.device) -> RowStatistics:
-        """Return the statistics of rows before any column was folded in."""
-        row_max, *zeros = torch.zeros(4, count, dtype=dtype, device=device).unbind()
-        return RowStatistics(row_max.fill_(-torch.inf), *zeros)
-
-    @staticmethod
     def uninitialized(count: int, dtype: torch.dtype, device: torch.device) -> RowStatistics:
         """Return memory for the statistics of rows that a kernel writes in one go."""
         return RowStatistics(*torch.empty(4, count, dtype=dtype, device=device).unbind())
-
-    def reset(self) -> RowStatistics:
-        """Make them the initial statistics, in place."""
-        self.row_max.fill_(-torch.inf)
-        for zeros in (self.sum_exp, self.target_logit, self.logit_sum):
-            zeros.zero_()
-        return self
-
-    def rows(self, begin: int, end: int) -> RowStatistics:
-        """Return views of the statistics of rows [begin, end)."""
-        return RowStatistics(*[t[begin:end] for t in self])
 
     def log_sum_exp(self) -> Tensor:
         """L, (N,)."""
@@ -145,10 +123,6 @@ class GradientFactors(NamedTuple):
     grad_z_loss: Tensor
     grad_target: Tensor
     grad_smoothing: Tensor
-
-    def rows(self, begin: int, end: int) -> GradientFactors:
-        """Return views of the factors of rows [begin, end)."""
-        return GradientFactors(*[t[begin:end] for t in self])
 
 
 class ClassTargets(NamedTuple):
@@ -202,6 +176,7 @@ class RowLoss:
         weight = None if weight is None else weight.detach().to(dtype).contiguous()
         self.weight_sum = float(classes) if weight is None else weight.sum()
         smoothing, count = options.label_smoothing, target.shape[0]
+        self.rows = count
         self.target_mass: Tensor | float = 1.0
         self._class_targets: ClassTargets | None = None
         if target.dim() == 1:

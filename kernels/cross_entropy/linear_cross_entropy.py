@@ -38,20 +38,101 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
-from subtensors.kernels.cross_entropy.compensated_sum import CompensatedGemmSum, Float32Sum
+from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import (
-    BlockOps,
+    Block,
     GradFlags,
     LinearHead,
     LossAndGradients,
-    block_ops,
+    launch_options,
     product_into,
     uses_kernels,
 )
+from subtensors.kernels.cross_entropy.row_sums import Factors, RowSums, StatisticsOptions
+from subtensors.kernels.runtime.launcher import CachedLauncher
 
 Accumulate = Literal["exact", "fast"]
+
+
+@functools.cache
+def softmax_gradient_launch() -> CachedLauncher:
+    """Return the launch of the kernel that takes complete rows."""
+    from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
+
+    return CachedLauncher(softmax_gradient_kernel)
+
+
+class LossPasses:
+    """The passes of a loss over blocks of logits.
+
+    Args:
+        row_loss: the loss of all rows.
+        device: of the logits.
+        kernels: whether to use Triton kernels.
+        complete: whether each block holds complete rows, so that their statistics are written, not folded into.
+    """
+
+    def __init__(self, row_loss: RowLoss, device: torch.device, kernels: bool, complete: bool = False) -> None:
+        self.row_loss, self.device, self.kernels, self.complete = row_loss, device, kernels, complete
+
+    @cached_property
+    def sums(self) -> RowSums:
+        """The sums of all rows that blocks are folded into."""
+        row_loss, targets, given = self.row_loss, self.row_loss.targets, self.row_loss.options
+        options = StatisticsOptions(given.softcap, given.temperature, smoothing=row_loss.has_smoothing)
+        classes = torch.empty(0, row_loss.rows, dtype=torch.int64, device=self.device)
+        classes = classes if targets.class_indices is None else targets.class_indices[None]
+        like = torch.empty(0, dtype=row_loss.dtype, device=self.device)
+        return RowSums(options, classes, None, like, self.kernels, targets.soft, targets.class_weight)
+
+    @cached_property
+    def statistics(self) -> RowStatistics:
+        """The statistics of all rows, of the logits that were folded in."""
+        if self.complete and self.kernels:
+            return RowStatistics.uninitialized(self.row_loss.rows, self.row_loss.dtype, self.device)
+        sums = self.sums
+        return RowStatistics(sums.row_max, sums.sum_exp, sums.target_logits[0], sums.logit_sum)
+
+    def factors(self, factors: GradientFactors) -> Factors:
+        """Return the factors of the gradient, every column folded in."""
+        statistics, of_softmax = self.statistics, factors.grad_softmax
+        if self.row_loss.has_z_loss:
+            of_softmax = of_softmax + factors.grad_z_loss * statistics.log_sum_exp()
+        nothing = statistics.row_max
+        of_targets, of_smoothing = -factors.grad_target[None], -factors.grad_smoothing
+        return Factors(statistics.sum_exp.log(), of_softmax, nothing, nothing, of_targets, of_smoothing)
+
+    def fold_and_write_gradient(self, block: Block, factors: GradientFactors) -> None:
+        """Fold a block of complete rows, and write its gradient over it; the statistics of its rows are overwritten."""
+        if not self.kernels:
+            self.sums.reset(*block.rows)
+            self.sums.fold(block)
+            self.sums.write_gradient(block, self.factors(factors), block.logits)
+            return
+        logits, row_loss, options = block.logits, self.row_loss, self.row_loss.options
+        rows, columns = logits.shape
+        targets = row_loss.targets
+        soft = logits if targets.soft is None else targets.soft
+        soft = soft if soft.stride(1) == 1 else soft.contiguous()
+        weight = logits if targets.class_weight is None else targets.class_weight
+        class_indices = logits if targets.class_indices is None else targets.class_indices
+        tile = logits_block.LONG_ROWS if columns >= logits_block.MIN_LONG_COLUMNS else logits_block.WHOLE_ROWS
+        # The kernel takes all rows and the first of them: a slice of each operand would take longer than the launch.
+        softmax_gradient_launch()(
+            rows,
+            (logits, soft, weight, class_indices, *self.statistics, *factors),
+            *(logits.stride(0), soft.stride(0), block.first_row, columns),
+            *(1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature),
+            SOFT_TARGETS=targets.soft is not None,
+            HAS_CLASS_WEIGHT=targets.class_weight is not None,
+            HAS_SMOOTHING=row_loss.has_smoothing,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_Z_LOSS=row_loss.has_z_loss,
+            **launch_options(tile, columns),
+        )
 
 
 @dataclass
@@ -66,8 +147,8 @@ class Problem(LinearHead):
     options: CrossEntropy
     upstream: Tensor | None
     kernels: bool | None
-    overwrites_statistics: bool = False
-    """True where each block holds complete rows, so that their statistics are written, not folded into."""
+    has_complete_rows: bool = False
+    """True where each block holds complete rows, and gradients are needed."""
 
     @cached_property
     def row_loss(self) -> RowLoss:
@@ -76,24 +157,19 @@ class Problem(LinearHead):
         return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
 
     @cached_property
-    def statistics(self) -> RowStatistics:
-        """The statistics of all rows, of the logits that were folded in."""
-        memory = RowStatistics.uninitialized if self.overwrites_statistics else RowStatistics.initial
-        return memory(self.hidden.shape[0], self.compute_dtype, self.hidden.device)
-
-    @cached_property
     def factors(self) -> GradientFactors:
         """The factors of the gradient of the logits."""
         return self.row_loss.gradient_factors(self.upstream)
 
     @cached_property
-    def ops(self) -> BlockOps:
-        """The operations on blocks of logits."""
-        return block_ops(self.row_loss, self.hidden, self.kernels)
+    def passes(self) -> LossPasses:
+        """The passes over blocks of logits."""
+        kernels = uses_kernels(self.hidden, self.kernels)
+        return LossPasses(self.row_loss, self.hidden.device, kernels, self.has_complete_rows)
 
     def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
         """Return the loss, and these gradients in the dtypes of their operands."""
-        loss = self.row_loss.loss(self.statistics)
+        loss = self.row_loss.loss(self.passes.statistics)
         hidden, bias = (None if t is None else t.to(self.hidden.dtype) for t in (hidden, bias))
         return LossAndGradients(loss, hidden, weight, bias)
 
@@ -168,7 +244,7 @@ def linear_cross_entropy(
 def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     classes, is_summed = problem.weight.shape[0], exact and problem.needs.hidden and problem.needs.weight
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
-    problem.overwrites_statistics = any(problem.needs)
+    problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
     for chunks in (early, late):
         if not chunks:
@@ -178,10 +254,10 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
         buffer = problem.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)
         for begin, end in chunks:
             block = problem.logits_of_rows(buffer, begin, end)
-            if not problem.overwrites_statistics:
-                problem.ops.fold(block, problem.statistics)
+            if not problem.has_complete_rows:
+                problem.passes.sums.fold(block)
                 continue
-            problem.ops.fold_and_write_gradient(block, problem.statistics, problem.factors)
+            problem.passes.fold_and_write_gradient(block, problem.factors)
             # Made late: while the host prepares the sums, the GPU computes the first logits.
             sums = sums or _RowSums(problem, rows, exact, number, early[-1][1] if early else 0)
             sums.add(block.logits, begin, end)
@@ -233,11 +309,11 @@ class _RowSums:
         self._hidden: Tensor | None = None
         self._bias = problem.bias_grad()
         self._weight_grad: Tensor | None = None
-        self._weight_sum: CompensatedGemmSum | Float32Sum | None = None
+        self._weight_sum: GradientSum | None = None
         if chunks == 1:  # one product needs no sum
             self._weight_grad = problem.weight_grad()
         elif problem.needs.weight:
-            self._weight_sum = _weight_sum(problem, rows, exact, chunks)
+            self._weight_sum = _weight_sum(problem, rows, exact)
 
     def add(self, gradient: Tensor, begin: int, end: int) -> None:
         """Add the products of the gradient of the logits of rows [begin, end)."""
@@ -249,7 +325,7 @@ class _RowSums:
         if self._weight_grad is not None:
             product_into(self._weight_grad, gradient.t(), problem.hidden[begin:end], accumulate=False)
         elif self._weight_sum is not None:
-            self._weight_sum.add(gradient, problem.hidden[begin:end])
+            self._weight_sum.add_product(gradient.t(), problem.hidden[begin:end])
         if self._bias is not None:
             self._bias += gradient.sum(0, dtype=problem.compute_dtype)
 
@@ -265,31 +341,30 @@ class _RowSums:
     def take(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias."""
         hidden = self.gather() if self._problem.needs.hidden else None
-        return hidden, self._weight_grad if self._weight_sum is None else self._weight_sum.take(), self._bias
+        if self._weight_sum is not None:
+            self._weight_grad = self._weight_sum.take().to(self._problem.weight_grad_dtype)
+        return hidden, self._weight_grad, self._bias
 
 
-def _weight_sum(problem: Problem, rows: int, exact: bool, chunks: int) -> CompensatedGemmSum | Float32Sum:
+def _weight_sum(problem: Problem, rows: int, exact: bool) -> GradientSum:
     """Return the accumulator of the weight's gradient over chunks of `rows` rows."""
-    classes, width = problem.weight.shape
-    is_short = problem.weight_grad_dtype == problem.hidden.dtype and problem.hidden.itemsize == 2
-    if (
-        exact and chunks > 1 and is_short and rows >= width
-    ):  # a chunk of logits, freed by then, took as much memory as the result
-        return Float32Sum(classes, width, problem.weight)
-    weight_grad = problem.weight_grad()
-    assert weight_grad is not None
-    kernels = uses_kernels(problem.hidden, problem.kernels)
-    return CompensatedGemmSum(weight_grad, problem.hidden.dtype, exact, chunks, kernels)
+    dtype, is_short = problem.weight_grad_dtype, problem.hidden.itemsize == 2
+    is_own = dtype == problem.hidden.dtype
+    if exact and is_own and is_short and rows >= problem.weight.shape[1]:
+        # A chunk of logits, freed by then, took as much memory as the result.
+        return GradientSum(problem.weight.new_empty(problem.weight.shape, dtype=torch.float32), exact=False)
+    result = problem.weight_grad()
+    assert result is not None
+    return GradientSum(result, exact and is_own, problem.kernels)
 
 
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
-    passes = ColumnPasses(problem, columns, kept)
-    passes.fold(lambda block: problem.ops.fold(block, problem.statistics))
+    passes, loss = ColumnPasses(problem, columns, kept), problem.passes
+    passes.fold(loss.sums.fold)
     if not any(problem.needs):
         return problem.result(None, None, None)
-    ops, statistics, factors = problem.ops, problem.statistics, problem.factors
-    gradients = passes.gradients(lambda block, into: ops.write_gradient(block, statistics, factors, into))
-    return problem.result(*gradients)
+    factors = loss.factors(problem.factors)
+    return problem.result(*passes.gradients(lambda block, into: loss.sums.write_gradient(block, factors, into)))
 
 
 def _check(

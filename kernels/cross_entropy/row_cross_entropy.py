@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
-from subtensors.kernels.cross_entropy.logits_block import Block, block_ops, uses_kernels
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss
+from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
+from subtensors.kernels.cross_entropy.logits_block import Block, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
 class _RowLossContext(FunctionCtx):
-    """The state that forward keeps for backward: logits, row_max and sum_exp are the saved tensors."""
+    """The state that forward keeps for backward."""
 
-    saved_tensors: tuple[Tensor, Tensor, Tensor]
-    row_loss: RowLoss
+    saved_tensors: tuple[Tensor]
+    passes: LossPasses
 
 
 class _RowCrossEntropy(torch.autograd.Function):
@@ -30,25 +31,21 @@ class _RowCrossEntropy(torch.autograd.Function):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         compute = arithmetic_dtype(logits.dtype)
         row_loss = RowLoss(options, target, logits.shape[1], compute, uses_kernels(logits))
-        statistics = RowStatistics.initial(logits.shape[0], compute, logits.device)
-        if logits.numel():
-            block_ops(row_loss, logits).fold(Block(logits), statistics)
+        passes = ctx.passes = LossPasses(row_loss, logits.device, uses_kernels(logits))
+        passes.sums.fold(Block(logits))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, statistics.row_max, statistics.sum_exp)
-        ctx.row_loss = row_loss
-        return row_loss.loss(statistics)
+        ctx.save_for_backward(logits)
+        return row_loss.loss(passes.statistics)
 
     @staticmethod
     def backward(ctx: _RowLossContext, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
         (grad_loss,) = upstream
         if grad_loss is None:
             return None, None, None
-        logits, row_max, sum_exp = ctx.saved_tensors
+        (logits,), passes = ctx.saved_tensors, ctx.passes
         gradient = torch.empty_like(logits)
-        if logits.numel():
-            factors = ctx.row_loss.gradient_factors(grad_loss)
-            statistics = RowStatistics(row_max, sum_exp, row_max, row_max)  # the gradient does not read the others
-            block_ops(ctx.row_loss, logits).write_gradient(Block(logits), statistics, factors, gradient)
+        factors = passes.factors(passes.row_loss.gradient_factors(grad_loss))
+        passes.sums.write_gradient(Block(logits), factors, gradient)
         return gradient, None, None
 
 

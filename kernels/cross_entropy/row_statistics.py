@@ -16,7 +16,13 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
 from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead
-from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions, Upstream
+from subtensors.kernels.cross_entropy.row_sums import (
+    LogitStatistics,
+    RowSums,
+    StatisticsOptions,
+    Upstream,
+    check_classes,
+)
 
 
 class _StatisticsContext(FunctionCtx):
@@ -35,7 +41,8 @@ class _RowStatistics(torch.autograd.Function):
         ctx: _StatisticsContext, logits: Tensor, targets: Tensor, vector: Tensor | None, options: StatisticsOptions
     ) -> LogitStatistics:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        ctx.sums = RowSums(options, targets, vector, logits.shape[1], logits)
+        check_classes(targets, logits.shape[1])
+        ctx.sums = RowSums(options, targets, vector, logits)
         ctx.sums.fold(Block(logits))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
@@ -73,7 +80,8 @@ class _LinearRowStatistics(torch.autograd.Function):
             GradFlags(needs[0], needs[1], bias is not None and needs[2]),
             weight.dtype,
         )
-        sums = ctx.sums = RowSums(options, targets, vector, weight.shape[0], hidden)
+        check_classes(targets, weight.shape[0])
+        sums = ctx.sums = RowSums(options, targets, vector, hidden)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
         ctx.passes.fold(sums.fold)
         ctx.bias_dtype = hidden.dtype if bias is None else bias.dtype

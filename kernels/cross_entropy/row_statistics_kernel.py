@@ -8,12 +8,15 @@ For one row of logits y_k, k < V, transformed as in `softmax_gradient_kernel`:
     numbers of the row:    L;    l_t for given classes t;    P = sum_k p_k l_k, the negative entropy;
                            E = sum_k p_k v_k for a given vector v;    argmax_k z_k
 
-With upstream gradients g_L, g_t, g_P and g_E the gradient of the logits is
+    for cross entropy:     Q = sum_k w_k q_k z_k for soft targets q and class weights w;    S = sum_k w_k z_k
 
-    d / d y_k = (p_k (a + b l_k + e v_k) + sum_t g_t [k = t]) dz_k / dy_k
+With upstream gradients g_L, g_t, g_P and g_E, and g_Q and g_S, the gradient of the logits is
+
+    d / d y_k = (p_k (a + b l_k + e v_k) + sum_t g_t [k = t] + g_Q w_k q_k + g_S w_k) dz_k / dy_k
     a = g_L - sum_t g_t - g_P P - g_E E,    b = g_P,    e = g_E
 
-`row_statistics_kernel` folds a block of columns into m, s, q = sum_k exp(z_k - m) (z_k - m) and the other sums of each
+`row_statistics_kernel` folds a block of columns into m, s (the online softmax of Milakov and Gimelshein,
+https://arxiv.org/abs/1805.02867), q = sum_k exp(z_k - m) (z_k - m) and the other sums of each
 row, so that P = q / s - log s; `row_gradient_kernel` writes the gradient of a block of columns, over the logits where
 the caller says so. Everything is computed in float32.
 """
@@ -26,14 +29,15 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 @triton.jit
 def row_statistics_kernel(
-    logits, row_stride, targets, vector, row_maxes, sum_exps, sum_exp_logits, sum_exp_vectors, argmaxes, target_logits,
-    rows, all_rows, begin, columns, softcap, inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, row_stride, targets, vector, soft, soft_stride, class_weight, row_maxes, sum_exps, sum_exp_logits,
+    sum_exp_vectors, argmaxes, target_logits, logit_sums, rows, all_rows, begin, columns, softcap, inv_temperature,
+    TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr,
+    SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold columns [begin, begin + columns) into the sums of each row, a program for ROWS rows.
 
-    `targets` and `target_logits` are (TARGETS, all_rows).
+    `targets` and `target_logits` are (TARGETS, all_rows); for soft targets `target_logits` is Q.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
@@ -45,6 +49,10 @@ def row_statistics_kernel(
         sum_exp_vector = tl.load(sum_exp_vectors + row, mask=valid, other=0.0)
     if HAS_ARGMAX:
         argmax = tl.load(argmaxes + row, mask=valid, other=0)
+    if SOFT_TARGETS:
+        target_logit = tl.load(target_logits + row, mask=valid, other=0.0)
+    if HAS_SMOOTHING:
+        logit_sum = tl.load(logit_sums + row, mask=valid, other=0.0)
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
         inside = valid[:, None] & (k < columns)[None, :]
@@ -70,8 +78,17 @@ def row_statistics_kernel(
             sum_exp_vector = scale * sum_exp_vector + tl.sum(tl.where(inside, e * v, 0.0), 1)
         sum_exp = scale * sum_exp + tl.sum(e, 1)
         row_max = new_max
+        if SOFT_TARGETS or HAS_SMOOTHING:
+            w = tl.full((1, BLOCK), 1.0, tl.float32)
+            if HAS_CLASS_WEIGHT:
+                w = tl.load(class_weight + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
+            if HAS_SMOOTHING:
+                logit_sum += tl.sum(tl.where(inside, w * z, 0.0), 1)
+            if SOFT_TARGETS:
+                q = tl.load(soft + row[:, None] * soft_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+                target_logit += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
     for t in tl.static_range(TARGETS):
-        # The class may lie in these columns; one that is none lies in none.
+        # The class may lie in these columns; one that is none, such as the -1 of an ignored row, lies in none.
         target = tl.load(targets + t * all_rows + row, mask=valid, other=-1)
         here = (target >= begin) & (target < begin + columns)
         y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
@@ -85,17 +102,24 @@ def row_statistics_kernel(
         tl.store(sum_exp_vectors + row, sum_exp_vector, mask=valid)
     if HAS_ARGMAX:
         tl.store(argmaxes + row, argmax, mask=valid)
+    if SOFT_TARGETS:
+        tl.store(target_logits + row, target_logit, mask=valid)
+    if HAS_SMOOTHING:
+        tl.store(logit_sums + row, logit_sum, mask=valid)
 
 
 @triton.jit
 def row_gradient_kernel(
-    logits, row_stride, gradients, gradient_stride, targets, vector, row_maxes, log_sums, of_softmax, of_entropy,
-    of_vector, of_targets, all_rows, begin, columns, softcap, inv_temperature, TARGETS: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, gradients, gradient_stride, targets, vector, soft, soft_stride, class_weight, row_maxes,
+    log_sums, of_softmax, of_entropy, of_vector, of_targets, of_smoothing, all_rows, begin, columns, softcap,
+    inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr,
+    SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of columns [begin, begin + columns), a program a row and BLOCK columns.
 
-    `of_softmax`, `of_entropy` and `of_vector` are a, b and e of each row; `of_targets` is (TARGETS, all_rows).
+    `of_softmax`, `of_entropy`, `of_vector` and `of_smoothing` are a, b, e and g_S of each row; `of_targets` is g_t,
+    (TARGETS, all_rows), or g_Q.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -110,6 +134,15 @@ def row_gradient_kernel(
     if HAS_VECTOR:
         factor += tl.load(of_vector + row) * tl.load(vector + begin + k, mask=inside, other=0.0).to(tl.float32)
     g = tl.exp(log_p) * factor
+    if SOFT_TARGETS or HAS_SMOOTHING:
+        w = 1.0
+        if HAS_CLASS_WEIGHT:
+            w = tl.load(class_weight + begin + k, mask=inside, other=0.0).to(tl.float32)
+        if HAS_SMOOTHING:
+            g += tl.load(of_smoothing + row) * w
+        if SOFT_TARGETS:
+            q = tl.load(soft + row * soft_stride + k, mask=inside, other=0.0).to(tl.float32)
+            g += tl.load(of_targets + row) * w * q
     for t in tl.static_range(TARGETS):
         target = tl.load(targets + t * all_rows + row)
         g += tl.where(k == target - begin, tl.load(of_targets + t * all_rows + row), 0.0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.logits_block import GRADIENT, STATISTICS, Block, launch_options, uses_kernels
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.cross_entropy import logits_block
+from subtensors.kernels.cross_entropy.logits_block import Block, launch_options, uses_kernels
 from subtensors.kernels.runtime.launcher import launching_on
 
 
@@ -26,12 +26,14 @@ class StatisticsOptions:
         temperature: logits are divided by it, after the softcap.
         entropy: whether to compute the negative entropy.
         argmax: whether to find the largest class.
+        smoothing: whether to add up the logits, weighted by class.
     """
 
     softcap: float | None = None
     temperature: float = 1.0
     entropy: bool = False
     argmax: bool = False
+    smoothing: bool = False
 
 
 class LogitStatistics(NamedTuple):
@@ -65,13 +67,20 @@ class Upstream(NamedTuple):
     argmax: None
 
 
-class _Factors(NamedTuple):
-    """The factors of the gradient, (N,) each: a, b and e of `row_statistics_kernel`, and (T, N) of given classes."""
+class Factors(NamedTuple):
+    """The factors of the gradient, (N,) each: as `row_statistics_kernel` has them, after the logarithm of the sums."""
 
+    log_sum: Tensor
     of_softmax: Tensor
     of_entropy: Tensor
     of_vector: Tensor
     of_targets: Tensor
+    """(T, N), of the given classes; (1, N), of soft targets."""
+    of_smoothing: Tensor
+
+    def rows(self, begin: int, end: int) -> Factors:
+        """Return views of the factors of rows [begin, end)."""
+        return Factors(*[t[..., begin:end] for t in self])
 
 
 class RowSums:
@@ -79,14 +88,12 @@ class RowSums:
 
     Args:
         options: the transform of the logits, and what to compute.
-        targets: (T, N) int64, the given classes.
+        targets: (T, N) int64, the given classes; -1 is none.
         vector: (V,), or None.
-        classes: V.
         like: a tensor of the dtype and device of the logits.
         kernels: whether to use Triton kernels; None: on a GPU, except for float64.
-
-    Raises:
-        IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
+        soft: (N, V), distributions in place of given classes, of which there are none then; or None.
+        class_weight: (V,), the weights of logits in sums with distributions or without; None: ones.
     """
 
     def __init__(
@@ -94,15 +101,17 @@ class RowSums:
         options: StatisticsOptions,
         targets: Tensor,
         vector: Tensor | None,
-        classes: int,
         like: Tensor,
         kernels: bool | None = None,
+        soft: Tensor | None = None,
+        class_weight: Tensor | None = None,
     ) -> None:
         self.options, self.targets, self.kernels = options, targets.contiguous(), uses_kernels(like, kernels)
-        self.dtype = arithmetic_dtype(like.dtype)
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.vector = None if vector is None else vector.detach().contiguous()
-        _check_classes(self.targets, classes)
-        count = targets.shape[1]
+        self.soft = soft if soft is None or soft.stride(1) == 1 else soft.contiguous()
+        self.class_weight = class_weight
+        given, count = targets.shape
 
         def zeros(needed: bool) -> Tensor:
             return torch.zeros(count if needed else 0, dtype=self.dtype, device=like.device)
@@ -110,7 +119,19 @@ class RowSums:
         self.row_max, self.sum_exp = zeros(True).fill_(-torch.inf), zeros(True)
         self.sum_exp_logit, self.sum_exp_vector = zeros(options.entropy), zeros(vector is not None)
         self.argmax = torch.zeros(count if options.argmax else 0, dtype=torch.int64, device=like.device)
-        self.target_logits = torch.zeros(targets.shape, dtype=self.dtype, device=like.device)
+        self.target_logits = torch.zeros(given + (soft is not None), count, dtype=self.dtype, device=like.device)
+        """(T, N), the transformed logits of the given classes; (1, N), their weighted sums with soft targets."""
+        self.logit_sum = zeros(options.smoothing)
+
+    @property
+    def _totals(self) -> tuple[Tensor, ...]:
+        sums = (self.row_max, self.sum_exp, self.sum_exp_logit, self.sum_exp_vector, self.argmax)
+        return (*sums, self.target_logits, self.logit_sum)
+
+    def reset(self, begin: int, end: int) -> None:
+        """Forget what was folded into rows [begin, end)."""
+        for total in self._totals:
+            total[..., begin:end].fill_(-torch.inf if total is self.row_max else 0)
 
     def _transformed(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return z and dz / dy, in the dtype of the computation."""
@@ -120,47 +141,73 @@ class RowSums:
         t = torch.tanh(y / softcap)
         return softcap * t / temperature, (1 - t * t) / temperature
 
+    def _weights(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Return the class weights of a block, and its weighted distributions or None."""
+        begin, end = block.columns
+        weight = torch.ones(end - begin, dtype=self.dtype, device=block.logits.device)
+        if self.class_weight is not None:
+            weight = self.class_weight[begin:end].to(self.dtype)
+        soft = None if self.soft is None else self.soft[slice(*block.rows), begin:end].to(self.dtype)
+        return weight, None if soft is None else weight * soft
+
     def fold(self, block: Block) -> None:
-        """Fold a block with all rows into the sums."""
+        """Fold a block into the sums of its rows."""
         if not block.logits.numel():
             return
         if self.kernels:
             self._fold_by_kernel(block)
             return
         z, _ = self._transformed(block.logits)
-        (begin, end), top = block.columns, z.amax(1)
+        (begin, end), own, top = block.columns, slice(*block.rows), z.amax(1)
+        row_max, sum_exp, sum_exp_logit, sum_exp_vector, argmax, target_logits, logit_sum = (
+            total[..., own] for total in self._totals
+        )
         if self.options.argmax:
-            self.argmax.copy_(torch.where(top > self.row_max, begin + z.argmax(1), self.argmax))
-        row_max = torch.maximum(self.row_max, top)
-        shift = torch.where(row_max == -torch.inf, 0.0, row_max)
-        scale, shifted = (self.row_max - shift).exp(), z - shift[:, None]
+            argmax.copy_(torch.where(top > row_max, begin + z.argmax(1), argmax))
+        new_max = torch.maximum(row_max, top)
+        shift = torch.where(new_max == -torch.inf, 0.0, new_max)
+        scale, shifted = (row_max - shift).exp(), z - shift[:, None]
         e = shifted.exp()
         if self.options.entropy:
-            moved = torch.where(self.sum_exp > 0, (self.row_max - shift) * self.sum_exp, 0.0)
-            self.sum_exp_logit.add_(moved).mul_(scale).add_(torch.where(e > 0, e * shifted, 0.0).sum(1))
+            moved = torch.where(sum_exp > 0, (row_max - shift) * sum_exp, 0.0)
+            sum_exp_logit.add_(moved).mul_(scale).add_(torch.where(e > 0, e * shifted, 0.0).sum(1))
         if self.vector is not None:
-            self.sum_exp_vector.mul_(scale).add_(e @ self.vector[begin:end].to(self.dtype))
-        self.sum_exp.mul_(scale).add_(e.sum(1))
-        self.row_max.copy_(row_max)
-        here = (self.targets >= begin) & (self.targets < end)
-        found = z.t().gather(0, torch.where(here, self.targets - begin, 0))
-        self.target_logits.copy_(torch.where(here, found, self.target_logits))
+            sum_exp_vector.mul_(scale).add_(e @ self.vector[begin:end].to(self.dtype))
+        sum_exp.mul_(scale).add_(e.sum(1))
+        row_max.copy_(new_max)
+        targets = self.targets[:, own]
+        here = (targets >= begin) & (targets < end)
+        found = z.t().gather(0, torch.where(here, targets - begin, 0))
+        weight, soft = self._weights(block)
+        if soft is None:
+            target_logits.copy_(torch.where(here, found, target_logits))
+        else:
+            target_logits.add_((soft * z).sum(1))
+        if self.options.smoothing:
+            logit_sum.add_((weight * z).sum(1))
 
     def _fold_by_kernel(self, block: Block) -> None:
         from subtensors.kernels.cross_entropy.row_statistics_kernel import row_statistics_kernel
 
-        logits = block.logits
-        rows, columns = logits.shape
-        with launching_on(logits.device):
-            row_statistics_kernel[(-(-rows // STATISTICS.rows),)](
-                *(logits, logits.stride(0), self.targets, logits if self.vector is None else self.vector),
-                *(self.row_max, self.sum_exp, self.sum_exp_logit, self.sum_exp_vector, self.argmax),
-                *(self.target_logits, rows, rows, block.first_column, columns, *self._scalars),
+        rows, columns = block.logits.shape
+        tile = logits_block.STATISTICS
+        with launching_on(block.logits.device):
+            row_statistics_kernel[(-(-rows // tile.rows),)](
+                *(block.logits, block.logits.stride(0), *self._operands(block)),
+                *(total[..., slice(*block.rows)] for total in self._totals),
+                *(rows, self.targets.shape[1], block.first_column, columns, *self._scalars),
                 **self._flags,
                 HAS_ARGMAX=self.options.argmax,
-                ROWS=STATISTICS.rows,
-                **launch_options(STATISTICS, columns),
+                ROWS=tile.rows,
+                **launch_options(tile, columns),
             )
+
+    def _operands(self, block: Block) -> tuple[Tensor | int, ...]:
+        """Return targets, vector, distributions and class weights, with the logits in place of absent ones."""
+        logits, own = block.logits, slice(*block.rows)
+        soft = logits if self.soft is None else self.soft[own, slice(*block.columns)]
+        weight = logits if self.class_weight is None else self.class_weight
+        return self.targets[:, own], logits if self.vector is None else self.vector, soft, soft.stride(0), weight
 
     @property
     def _scalars(self) -> tuple[float, float]:
@@ -173,6 +220,9 @@ class RowSums:
             "TARGETS": self.targets.shape[0],
             "HAS_ENTROPY": self.options.entropy,
             "HAS_VECTOR": self.vector is not None,
+            "SOFT_TARGETS": self.soft is not None,
+            "HAS_CLASS_WEIGHT": self.class_weight is not None,
+            "HAS_SMOOTHING": self.options.smoothing,
             "HAS_SOFTCAP": self.options.softcap is not None,
         }
 
@@ -188,7 +238,7 @@ class RowSums:
         argmax = self.argmax if self.options.argmax else None
         return LogitStatistics(log_sum_exp, self.target_logits, log_probabilities, entropy, expectation, argmax)
 
-    def factors(self, upstream: Upstream) -> _Factors:
+    def factors(self, upstream: Upstream) -> Factors:
         """Return the factors of the gradient for gradients of the statistics."""
         statistics = self.statistics()
         zero = torch.zeros_like(self.row_max)
@@ -205,50 +255,56 @@ class RowSums:
         if upstream.expectation is not None and statistics.expectation is not None:
             of_vector = upstream.expectation.to(self.dtype).contiguous()
             of_softmax = of_softmax - of_vector * statistics.expectation
-        return _Factors(of_softmax.contiguous(), of_entropy, of_vector, of_targets)
-
-    def write_gradient(self, block: Block, factors: _Factors, into: Tensor) -> None:
-        """Write the gradient of a block with all rows; `into` may be its logits."""
-        logits = block.logits
-        if not logits.numel():
-            return
         # A row with an infinite logit: see `statistics`.
         log_sum = self.sum_exp.masked_fill(self.row_max.isinf(), 1.0).log()
+        return Factors(log_sum, of_softmax.contiguous(), of_entropy, of_vector, of_targets, zero)
+
+    def write_gradient(self, block: Block, factors: Factors, into: Tensor) -> None:
+        """Write the gradient of a block; `into` may be its logits. `factors` are of all rows."""
+        logits, own = block.logits, slice(*block.rows)
+        if not logits.numel():
+            return
+        factors = factors.rows(*block.rows)
         if self.kernels:
-            self._write_by_kernel(block, factors, into, log_sum)
+            self._write_by_kernel(block, factors, into)
             return
         z, slope = self._transformed(logits)
         begin, end = block.columns
-        log_p = (z - self.row_max[:, None]) - log_sum[:, None]
+        log_p = (z - self.row_max[own, None]) - factors.log_sum[:, None]
         factor = factors.of_softmax[:, None].expand_as(z)
         if self.options.entropy:
             factor = factor + factors.of_entropy[:, None] * torch.where(log_p == -torch.inf, 0.0, log_p)
         if self.vector is not None:
             factor = factor + factors.of_vector[:, None] * self.vector[begin:end].to(self.dtype)
         gradient = log_p.exp() * factor
-        for target, of_target in zip(self.targets, factors.of_targets, strict=True):
+        weight, soft = self._weights(block)
+        if soft is not None:
+            gradient += factors.of_targets[0][:, None] * soft
+        if self.options.smoothing:
+            gradient += factors.of_smoothing[:, None] * weight
+        for target, of_target in zip(self.targets[:, own], factors.of_targets, strict=False):
             here = (target >= begin) & (target < end)
             place = torch.where(here, target - begin, 0)[:, None]
             gradient.scatter_add_(1, place, torch.where(here, of_target, 0.0)[:, None])
         into.copy_(gradient * slope)
 
-    def _write_by_kernel(self, block: Block, factors: _Factors, into: Tensor, log_sum: Tensor) -> None:
+    def _write_by_kernel(self, block: Block, factors: Factors, into: Tensor) -> None:
         from subtensors.kernels.cross_entropy.row_statistics_kernel import row_gradient_kernel
 
         logits = block.logits
         rows, columns = logits.shape
-        options = launch_options(GRADIENT, columns)
+        options = launch_options(logits_block.GRADIENT, columns)
         with launching_on(logits.device):
             row_gradient_kernel[(rows, -(-columns // options["BLOCK"]))](
-                *(logits, logits.stride(0), into, into.stride(0), self.targets),
-                *(logits if self.vector is None else self.vector, self.row_max, log_sum, *factors),
-                *(rows, block.first_column, columns, *self._scalars),
+                *(logits, logits.stride(0), into, into.stride(0), *self._operands(block)),
+                *(self.row_max[slice(*block.rows)], *factors),
+                *(self.targets.shape[1], block.first_column, columns, *self._scalars),
                 **self._flags,
                 **options,
             )
 
 
-def _check_classes(targets: Tensor, classes: int) -> None:
+def check_classes(targets: Tensor, classes: int) -> None:
     """Raise IndexError for a target that is no class, on a CPU; on a GPU torch's device assertion."""
     if not targets.numel():
         return

@@ -1,4 +1,4 @@
-"""Softmax statistics of logits, and the gradient of cross entropy written over the logits.
+"""Softmax statistics of complete rows of logits, and the gradient of cross entropy written over the logits.
 
 For one row of logits y_k, k < V, with softcap c and temperature T:
 
@@ -15,10 +15,9 @@ of these options, a combination of four numbers of the row. The gradient of that
 
 where a, b, t, s are numbers of the row (`GradientFactors`), and a class target means w_k q_k = [k = target].
 
-`statistics_kernel` reads a block of columns and folds it into the running statistics of each row, the online softmax of
-Milakov and Gimelshein (https://arxiv.org/abs/1805.02867); `gradient_kernel` writes the gradient of a block of columns
-whose row statistics are complete. `softmax_gradient_kernel` does both for complete rows. Everything is computed in
-float32, and each element is overwritten by the program that read it last, so there is no second buffer.
+`softmax_gradient_kernel` computes the statistics of complete rows and writes the gradient over them; blocks of columns
+have the kernels of `row_statistics_kernel.py`. Everything is computed in float32, and each element is overwritten by
+the program that read it last, so there is no second buffer.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ def shift_of(top):
 
 @triton.jit
 def _gradient(
-    y, k, inside, row_max, log_sum, grad_softmax, grad_target, grad_smoothing, row_soft, class_weight, target, begin,
-    softcap, inv_temperature, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    y, k, inside, row_max, log_sum, grad_softmax, grad_target, grad_smoothing, row_soft, class_weight, target, softcap,
+    inv_temperature, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return d loss / d y of columns begin + k of a row."""
+    """Return d loss / d y of columns k of a row."""
     z, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
     g = grad_softmax * tl.exp((z - row_max) - log_sum)
     if SOFT_TARGETS or HAS_SMOOTHING:
         if HAS_CLASS_WEIGHT:
-            w = tl.load(class_weight + begin + k, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(class_weight + k, mask=inside, other=0.0).to(tl.float32)
         else:
             w = 1.0
         if HAS_SMOOTHING:
@@ -66,81 +65,8 @@ def _gradient(
         if SOFT_TARGETS:
             g -= grad_target * w * tl.load(row_soft + k, mask=inside, other=0.0).to(tl.float32)
     if not SOFT_TARGETS:
-        g -= tl.where(k == target - begin, grad_target, 0.0)
+        g -= tl.where(k == target, grad_target, 0.0)
     return g * slope
-
-
-@triton.jit
-def statistics_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, row_maxes, sum_exps, target_logits, logit_sums, rows,
-    begin, columns, softcap, inv_temperature, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Fold columns [begin, begin + columns) into the statistics of each row, a program for ROWS rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = row < rows
-    row_max = tl.load(row_maxes + row, mask=valid, other=0.0)
-    sum_exp = tl.load(sum_exps + row, mask=valid, other=0.0)
-    target_logit = tl.load(target_logits + row, mask=valid, other=0.0)
-    if HAS_SMOOTHING:
-        logit_sum = tl.load(logit_sums + row, mask=valid, other=0.0)
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        inside = valid[:, None] & (k < columns)[None, :]
-        place = row[:, None] * row_stride + k[None, :]
-        y = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
-        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
-        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
-        new_max = tl.maximum(row_max, tl.max(z, 1))
-        shift = shift_of(new_max)
-        sum_exp = sum_exp * tl.exp(row_max - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
-        row_max = new_max
-        if SOFT_TARGETS or HAS_SMOOTHING:
-            w = tl.full((1, BLOCK), 1.0, tl.float32)
-            if HAS_CLASS_WEIGHT:
-                w = tl.load(class_weight + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
-            if HAS_SMOOTHING:
-                logit_sum += tl.sum(tl.where(inside, w * z, 0.0), 1)
-            if SOFT_TARGETS:
-                q = tl.load(soft + row[:, None] * soft_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-                target_logit += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
-    if not SOFT_TARGETS:
-        # The target may lie in these columns; an ignored one (-1) lies in none.
-        target = tl.load(targets + row, mask=valid, other=-1)
-        here = (target >= begin) & (target < begin + columns)
-        y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
-        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
-        target_logit += tl.where(here, z, 0.0)
-    tl.store(row_maxes + row, row_max, mask=valid)
-    tl.store(sum_exps + row, sum_exp, mask=valid)
-    tl.store(target_logits + row, target_logit, mask=valid)
-    if HAS_SMOOTHING:
-        tl.store(logit_sums + row, logit_sum, mask=valid)
-
-
-@triton.jit
-def gradient_kernel(
-    logits, row_stride, soft, soft_stride, class_weight, targets, gradients, gradient_stride, row_maxes, sum_exps,
-    grad_softmax, grad_target, grad_smoothing, begin, columns, softcap, inv_temperature, SOFT_TARGETS: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of columns [begin, begin + columns), a program a row and BLOCK columns."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < columns
-    y = tl.load(logits + row * row_stride + k, mask=inside, other=0.0).to(tl.float32)
-    target = 0
-    if not SOFT_TARGETS:
-        target = tl.load(targets + row)
-    smoothing = 0.0
-    if HAS_SMOOTHING:
-        smoothing = tl.load(grad_smoothing + row)
-    g = _gradient(
-        y, k, inside, tl.load(row_maxes + row), tl.log(tl.load(sum_exps + row)), tl.load(grad_softmax + row),
-        tl.load(grad_target + row), smoothing, soft + row * soft_stride, class_weight, target, begin, softcap,
-        inv_temperature, SOFT_TARGETS, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
-    )  # fmt: skip
-    tl.store(gradients + row * gradient_stride + k, g.to(gradients.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -232,7 +158,7 @@ def softmax_gradient_kernel(
         else:
             g = _gradient(
                 y, k, inside, row_max, log_sum, softmax_factor, target_factor, smoothing, row_soft, class_weight,
-                target, 0, softcap, inv_temperature, SOFT_TARGETS, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
+                target, softcap, inv_temperature, SOFT_TARGETS, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP,
             )  # fmt: skip
         tl.store(row_logits + k, g.to(logits.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if PLAIN:

@@ -13,8 +13,9 @@ from torch import Tensor
 from subtensors.arguments import flag, shown
 from subtensors.chunked import custom_op
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, graph_node, user_tensor
+from subtensors.chunked.number import ChunkedNumber, result_of_rows
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
-from subtensors.chunked.torch_function import handle_torch_function, is_metadata_query
+from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
 from subtensors.dispatch.chunked.linear_loss import LoweredPlan
@@ -31,8 +32,9 @@ from subtensors.dispatch.torch_internals.autograd import is_transforming
 class ChunkedTensor(LazyTensor):
     """A tensor whose ops are recorded, and run chunk by chunk when a value without the chunked dim is needed.
 
-    Sizes, dtype and device are those of the full tensor. A result without the chunked dim (a loss, a gradient of a
-    weight) is a plain tensor at once; one with it stays chunked, and `realize()` makes it plain. Gradients reach the
+    Sizes, dtype and device are those of the full tensor. A result without the chunked dim (a gradient of a weight) is a
+    plain tensor at once; a number that requires grad (a loss) is computed when it is read, together with others that
+    share its pass; one with the dim stays chunked, and `realize()` makes it plain. Gradients reach the
     tensor that was chunked and every plain tensor that an op combined it with.
 
     Args:
@@ -80,6 +82,11 @@ class ChunkedTensor(LazyTensor):
         """
         return evaluate(alias_ref(self).value)
 
+    @classmethod
+    def result_of(cls, value: LazyValue) -> Tensor:
+        """Return a value without the rows to the user: a number waits, anything else is computed."""
+        return result_of_rows(value)
+
     def explain(self) -> str:
         """Describe the pass that `realize()` would run (chunks, bytes, inputs, ops), and the plan of a loss."""
         value = self._ref.value
@@ -102,7 +109,7 @@ class ChunkedTensor(LazyTensor):
     def __torch_function__(
         cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        if is_metadata_query(func):
+        if func not in FAST_PATHS and is_metadata_query(func):
             if func == _GRAD_FN:
                 return graph_node(args[0])
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -317,8 +324,8 @@ def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> Chun
 
 
 custom_op.PROGRAM_SCOPE["chunk"] = _chunk_in_program
-LAZY_TYPES.update({LazyTensor, ChunkedTensor})
-for _kind in (LazyTensor, ChunkedTensor):
+LAZY_TYPES.update({LazyTensor, ChunkedTensor, ChunkedNumber})
+for _kind in (LazyTensor, ChunkedTensor, ChunkedNumber):
     dynamo.compile_methods_only_inlined(_kind)
 dynamo.call_eagerly(
     ChunkedTensor.__torch_function__.__func__,  # type: ignore[attr-defined]  # of a classmethod

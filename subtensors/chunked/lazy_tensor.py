@@ -33,6 +33,10 @@ Metadata: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype, torch.dev
 """Sizes, strides, dtype and device."""
 
 
+Hook: TypeAlias = Callable[[Tensor], None]
+"""A function that a leaf calls with its gradient."""
+
+
 class AliasRef:
     """A reference to a value that in-place ops replace. A view refers to its base: each sees writes to the other.
 
@@ -41,7 +45,7 @@ class AliasRef:
         borrowed: whether it stands for a plain tensor of the caller, whose memory recording must not write.
     """
 
-    __slots__ = ("_value", "base", "base_writes", "borrowed", "view_call", "writes")
+    __slots__ = ("__weakref__", "_value", "base", "base_writes", "borrowed", "view_call", "writes")
 
     def __init__(self, value: LazyValue, borrowed: bool = False) -> None:
         self._value, self.borrowed = value, borrowed
@@ -227,6 +231,11 @@ class LazyTensor(torch.Tensor):
         """Return the value as a plain tensor."""
         raise NotImplementedError
 
+    @classmethod
+    def result_of(cls, value: LazyValue) -> Tensor:
+        """Return a value without the rows to the user: a number may wait, anything else is computed."""
+        raise NotImplementedError
+
 
 def alias_ref(x: LazyTensor) -> AliasRef:
     """Return the reference of a tensor that a user holds.
@@ -283,14 +292,21 @@ def user_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     return _wrapper(kind, ref, ref.needs_grad)
 
 
-def _wrapper(kind: type[LazyTensor], ref: AliasRef, needs_grad: bool) -> LazyTensor:
+def number_tensor(kind: type[LazyTensor], ref: AliasRef, hook: Hook) -> LazyTensor:
+    """Return a tensor of the reference to a number, which requires grad and calls `hook` with its gradient."""
+    return _wrapper(kind, ref, True, OrderedDict({0: hook}))
+
+
+def _wrapper(
+    kind: type[LazyTensor], ref: AliasRef, needs_grad: bool, hooks: OrderedDict[int, Hook] | None = None
+) -> LazyTensor:
     sizes, strides, dtype, device = ref.metadata()
     with torch._C.DisableTorchFunctionSubclass():
         out: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
             kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
         )
         if needs_grad:
-            set_leaf_hooks(out, _GRADIENT_HOOKS)
+            set_leaf_hooks(out, _GRADIENT_HOOKS if hooks is None else hooks)
     out._ref = ref
     return out
 
@@ -312,4 +328,4 @@ def _raise_on_gradient(grad: Tensor) -> NoReturn:
     )
 
 
-_GRADIENT_HOOKS: OrderedDict[int, Callable[[Tensor], NoReturn]] = OrderedDict({0: _raise_on_gradient})
+_GRADIENT_HOOKS: OrderedDict[int, Hook] = OrderedDict({0: _raise_on_gradient})

@@ -96,7 +96,7 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
             return lenders[key]
         # A view without the rows may still be written through.
         is_plain = x._ref.value.layout is None and x._ref.base is None
-        return evaluate(x._ref.value) if is_plain else user_tensor(kind, x._ref)
+        return kind.result_of(x._ref.value) if is_plain else user_tensor(kind, x._ref)
 
     return tree_map(out, lift)
 

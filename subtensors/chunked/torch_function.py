@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, waiting_number
 from subtensors.chunked.record_call import (
     call_materialized,
     check_not_transformed,
@@ -25,28 +26,35 @@ from subtensors.chunked.record_call import (
     record_call,
 )
 from subtensors.chunked.row_indexing import index_select_rows, indexed_rows, select_row, unbind_rows
-from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, constant, is_autocast, recording
-from subtensors.dispatch.chunked.linear_loss import cross_entropy_of_linear, loss_dtype
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    NeedsMaterialize,
+    Waiting,
+    constant,
+    is_autocast,
+    known_tensor,
+    recording,
+)
+from subtensors.dispatch.chunked.linear_loss import (
+    cross_entropy_of_linear,
+    cross_entropy_options,
+    loss_dtype,
+    takes_linear,
+)
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_forms import (
-    record_argmax,
-    record_class_sum,
-    record_gather,
-    record_log_sum_exp,
-)
 from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
 from subtensors.dispatch.torch_internals.autograd import (
     is_fsdp_backward_hook,
     is_module_tracker_hook,
     is_transforming,
 )
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 aten = torch.ops.aten
 
@@ -81,6 +89,8 @@ def handle_torch_function(
         check_not_transformed((args, kwargs))
     if len(types) > 1 and not MAPPED_TYPES.isdisjoint(types):
         return NotImplemented
+    if len(types) > 1 and ChunkedNumber in types:
+        args, kwargs = tree_map((args, kwargs), lambda x: x.realize() if isinstance(x, ChunkedNumber) else x)
     if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
         log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
         return call_materialized(func, args, kwargs)
@@ -160,29 +170,32 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """`F.cross_entropy`: with the linear layer where the logits are one of the chunked input; otherwise by rows."""
-    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
+    options = cross_entropy_options(weight, ignore_index, label_smoothing, reduction)
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
-    if not (size_average is reduce is None and reduction in _REDUCTIONS):  # torch's deprecated arguments
+    if size_average is not None or reduce is not None:  # torch's deprecated arguments
         return None
-    ref = alias_ref(input)
+    ref, grad = alias_ref(input), torch.is_grad_enabled()
     if type(ref) is LazyLinear and weight is None and type(target) is Tensor and not ref.is_recorded:
-        loss = cross_entropy_of_linear(
-            ref.rows,
-            ref.weight,
-            ref.bias,
-            target,
-            dtype=ref.dtype,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            grad=torch.is_grad_enabled() and ref.needs_grad,
-        )
+        layer, rows, needs_grad = ref, ref.rows, grad and ref.needs_grad
+        dtype, classes = loss_dtype(ref.dtype, rows.device.type), constant(target)
+
+        def alone() -> Tensor | None:
+            known = known_tensor(classes)
+            assert known is not None
+            return cross_entropy_of_linear(rows, layer.weight, layer.bias, known, options, dtype, needs_grad)
+
+        def shared() -> LazyValue | None:
+            return record_cross_entropy(layer.recorded(), classes, options, dtype, grad)
+
+        if not takes_linear(rows, layer.weight, target, options, layer.dtype):
+            return _class_loss(kind, layer.value, target, options)
+        if may_wait(needs_grad, rows.like, rows.device):
+            return waiting_number(dtype, rows.device, Waiting(alone, shared))
+        loss = alone()
         if loss is not None:
             return loss
-    return _class_loss(kind, ref.value, target, weight, reduction, ignore_index, label_smoothing)
-
-
-_REDUCTIONS = ("mean", "sum", "none")
+    return _class_loss(kind, ref.value, target, options)
 
 
 def _linear_cross_entropy(
@@ -206,99 +219,44 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Tensor | None:
     """`F.nll_loss` of a log-softmax: a cross entropy."""
-    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor):
-        return None
-    if not (size_average is reduce is None and reduction in _REDUCTIONS):
+    options = cross_entropy_options(weight, ignore_index, 0.0, reduction)
+    if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
     scores = alias_ref(input).value
     logits = log_softmax_input(scores)
-    if logits is scores or logits.dtype != scores.dtype or target.ndim != 1:
+    is_other = logits is scores or logits.dtype != scores.dtype or target.ndim != 1
+    if size_average is not None or reduce is not None or is_other:
         return None
-    return _class_loss(kind, logits, target, weight, reduction, ignore_index, 0.0)
+    return _class_loss(kind, logits, target, options)
 
 
-def _class_loss(
-    kind: Kind,
-    logits: LazyValue,
-    target: Tensor,
-    weight: object,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor | None:
+def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEntropy) -> Tensor | None:
     """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
-    if isinstance(weight, LazyTensor) or not logits.dtype.is_floating_point:
+    if not logits.dtype.is_floating_point:
         return None
-    if weight is not None and not isinstance(weight, Tensor):
-        return None
-    lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else full_tensor(target)
-    known = lazy_target.tensor if isinstance(lazy_target, LazyValue) else lazy_target
+    lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else constant(full_tensor(target))
     grad = torch.is_grad_enabled()
-    if known is not None and reduction != "none":
-        loss = lowered_cross_entropy(
-            logits,
-            known,
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            grad=grad,
-        )
+    dtype = loss_dtype(logits.dtype, logits.device.type)
+
+    def alone() -> Tensor | None:
+        known = known_tensor(lazy_target)
+        return None if known is None else lowered_cross_entropy(logits, known, options, dtype, grad)
+
+    def shared() -> LazyValue | None:
+        try:
+            return record_cross_entropy(logits, lazy_target, options, dtype, grad)
+        except NeedsMaterialize:
+            return None
+
+    if options.reduction != "none":
+        may = may_wait(grad and logits.needs_grad, logits.like, logits.device)
+        value = shared() if may else None
+        if value is not None and value.layout is None:
+            return waiting_number(dtype, logits.device, Waiting(alone, lambda: value))
+        loss = alone()
         if loss is not None:
             return loss
-    return _as_user_tensor(
-        kind,
-        lambda: record_cross_entropy(
-            logits,
-            lazy_target,
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            dtype=loss_dtype(logits.dtype, logits.device.type),
-            grad=grad,
-        ),
-    )
-
-
-def _over_classes(
-    record_value: Callable[..., LazyValue | None], options: Collection[str] = ()
-) -> Callable[..., Tensor | None]:
-    """Return the fast path of a reduction over the classes.
-
-    Args:
-        record_value: records it, given a value, its one dim, `keepdim` and options.
-        options: the names of these.
-    """
-
-    def reduced(kind: Kind, input: object, dim: object = None, keepdim: bool = False, **given: object) -> Tensor | None:
-        dims = [dim] if isinstance(dim, int) else dim
-        if not isinstance(input, LazyTensor) or not isinstance(dims, (list, tuple)) or len(dims) != 1:
-            return None
-        if not given.keys() <= set(options):
-            return None
-        value = alias_ref(input).value
-        return _as_user_tensor(kind, lambda: record_value(value, dims[0], keepdim, **given))
-
-    return reduced
-
-
-_logsumexp = _over_classes(lambda value, dim, keepdim: record_log_sum_exp(value, dim, keepdim, torch.is_grad_enabled()))
-_sum = _over_classes(
-    lambda value, dim, keepdim, dtype=None: record_class_sum(value, dim, keepdim, dtype, torch.is_grad_enabled()),
-    options=["dtype"],
-)
-_argmax = _over_classes(record_argmax)
-
-
-def _gather(kind: Kind, input: object, dim: object, index: object, **others: object) -> Tensor | None:
-    """`torch.gather` of a few classes a row: logits, probabilities or log-probabilities of tokens."""
-    if not isinstance(input, LazyTensor) or not isinstance(index, Tensor) or others or not isinstance(dim, int):
-        return None
-    value, position, grad = alias_ref(input).value, dim, torch.is_grad_enabled()
-    lazy_index = alias_ref(index).value if isinstance(index, LazyTensor) else full_tensor(index)
-    classes = constant(lazy_index) if isinstance(lazy_index, Tensor) else lazy_index
-    return _as_user_tensor(kind, lambda: record_gather(value, position, classes, grad))
+    return _as_user_tensor(kind, shared)
 
 
 def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
@@ -309,7 +267,7 @@ def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) ->
         return None
     if value is None:
         return None
-    return evaluate(value) if value.layout is None else user_tensor(kind, AliasRef(value))
+    return result_of_rows(value) if value.layout is None else user_tensor(kind, AliasRef(value))
 
 
 def _to(kind: Kind, input: object, *args: object, **named: object) -> Tensor | None:
@@ -338,17 +296,8 @@ FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     **({} if functional.FUNCTION is None else {functional.FUNCTION: _linear_cross_entropy}),
-    torch.logsumexp: _logsumexp,
-    Tensor.logsumexp: _logsumexp,
-    torch.special.logsumexp: _logsumexp,
-    torch.sum: _sum,
-    Tensor.sum: _sum,
-    torch.argmax: _argmax,
-    Tensor.argmax: _argmax,
     Tensor.to: _to,
     Tensor.float: _float,
-    torch.gather: _gather,
-    Tensor.gather: _gather,
     Tensor.__getitem__: indexed_rows,
     torch.index_select: index_select_rows,
     Tensor.index_select: index_select_rows,

@@ -203,14 +203,14 @@ def test_a_memory_limit_that_cannot_be_met_is_refused_with_the_least_that_can() 
     ]
     for program in programs:
         with pytest.raises(ValueError, match=r"memory_limit=1000 can't be met: .* bytes are needed at least") as raised:
-            program(st.chunk(h, memory_limit=1000))
+            program(st.chunk(h, memory_limit=1000)).backward()
         found = re.search(r"(\d+) bytes", str(raised.value))
         assert found
         least = int(found[1])
         assert least > h.nbytes + w.nbytes, "the gradients"
         program(st.chunk(h, memory_limit=least)).backward()
         with pytest.raises(ValueError, match=f": {least} bytes"):
-            program(st.chunk(h, memory_limit=least - 1))
+            program(st.chunk(h, memory_limit=least - 1)).backward()
 
 
 def test_values_too_large_for_their_limit_are_explained_beside_the_loss_that_fits() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.kernels.cross_entropy.logits_block import ReferenceOps
+from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
 
 
 class ReachedError(Exception):
@@ -47,7 +47,7 @@ def step() -> Callable[[], Tensor]:
     target = torch.randint(48, (32,))
 
     def loss() -> Tensor:
-        return F.cross_entropy(F.linear(st.chunk(hidden, rows=8), weight).float(), target)
+        return F.cross_entropy(F.linear(st.chunk(hidden, rows=8), weight).float(), target).realize()  # type: ignore[attr-defined]
 
     for _ in range(2):
         loss().backward()  # type: ignore[no-untyped-call]
@@ -67,15 +67,15 @@ def test_little_python_runs_before_the_first_product(
     # Memory for the logits, the first rows, and the weight as the product reads it.
     assert sorted(ops.names) == ["new_empty", "slice", "t"]
     caught = python_calls(until_reached(reached))
-    assert python_calls(until_reached(step)) - caught <= 125
+    assert python_calls(until_reached(step)) - caught <= 145
 
 
 def test_the_autograd_node_is_made_after_all_chunks_were_launched(
     step: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    write, apply = ReferenceOps.fold_and_write_gradient, vars(torch.autograd.Function)["apply"]
-    monkeypatch.setattr(ReferenceOps, "fold_and_write_gradient", lambda *args: order.append("chunk") or write(*args))
+    write, apply = LossPasses.fold_and_write_gradient, vars(torch.autograd.Function)["apply"]
+    monkeypatch.setattr(LossPasses, "fold_and_write_gradient", lambda *args: order.append("chunk") or write(*args))
 
     def noted(cls: type[torch.autograd.Function], *args: Any) -> Any:
         order.append("node")

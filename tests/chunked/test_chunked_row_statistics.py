@@ -63,6 +63,12 @@ def hits(z: Tensor, t: Tensor) -> Tensor:
     return (z.argmax(-1) == t) * z.logsumexp(-1)
 
 
+def hits_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        hit = z.argmax(-1) == t
+    return hit * z.logsumexp(-1)
+
+
 def clipped_policy(z: Tensor, t: Tensor) -> Tensor:
     log_p = z.log_softmax(-1)
     chosen = log_p.gather(-1, t[..., None])[..., 0]
@@ -92,6 +98,7 @@ PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
     probability,
     several_classes,
     hits,
+    hits_without_gradients,
     clipped_policy,
     of_a_sequence,
     read_elsewhere,

@@ -15,8 +15,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy import compensated_sum
 from subtensors.kernels.cross_entropy import linear_cross_entropy as kernel
 from subtensors.kernels.cross_entropy.compensated_sum import (
-    CompensatedGemmSum,
-    Float32Sum,
+    GradientSum,
     compensated_add,
     compensated_add_by_kernel,
 )
@@ -89,16 +88,11 @@ def test_products_that_cancel_leave_no_error(
     other = torch.randn(4, shape[1], generator=generator).to(device, dtype)
     result = torch.full(shape, torch.nan, dtype=dtype, device=device)
     factors = (64, 64, -64, -64)
-    terms = len(factors) + 1
-    total = (
-        Float32Sum(*shape, result)
-        if wide
-        else CompensatedGemmSum(result, dtype, exact=True, terms=terms, kernels=False)
-    )
-    total.add(small, other)
+    total = GradientSum(result.float() if wide else result, exact=not wide, kernels=False)
+    total.add_product(small.t(), other)
     for factor in factors:
-        total.add(factor * large, other)
-    result = total.take()
+        total.add_product((factor * large).t(), other)
+    result = total.take().to(dtype)
     assert result.dtype == dtype
     truth = small.double().t() @ other.double()
     at_most = 128 * (large.abs().double().t() @ other.abs().double())  # what was summed on the way
@@ -109,18 +103,14 @@ def test_products_that_cancel_leave_no_error(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_buffer_takes_two_bytes_an_element(dtype: torch.dtype) -> None:
     result = torch.empty(100, 30, dtype=dtype)
-    total = CompensatedGemmSum(result, dtype, exact=True, terms=2, kernels=False)
+    total = GradientSum(result, exact=True, kernels=False)
     assert total.buffer is not None
     assert total.buffer.nbytes == 2 * result.numel()
 
 
-@pytest.mark.parametrize(
-    ("exact", "terms", "dtype"),
-    [(False, 2, torch.bfloat16), (True, 1, torch.bfloat16), (True, 2, torch.float32), (True, 2, torch.float64)],
-)
-def test_a_wide_result_needs_no_buffer(exact: bool, terms: int, dtype: torch.dtype) -> None:
-    operands = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    assert CompensatedGemmSum(torch.empty(3, 3, dtype=dtype), operands, exact, terms, kernels=False).buffer is None
+@pytest.mark.parametrize(("exact", "dtype"), [(False, torch.bfloat16), (False, torch.float32), (True, torch.float64)])
+def test_a_wide_result_needs_no_buffer(exact: bool, dtype: torch.dtype) -> None:
+    assert GradientSum(torch.empty(3, 3, dtype=dtype), exact, kernels=False).buffer is None
 
 
 added = some.builds(

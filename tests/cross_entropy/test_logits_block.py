@@ -16,7 +16,8 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
-from subtensors.kernels.cross_entropy.logits_block import Block, KernelOps, ReferenceOps, Tile
+from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
+from subtensors.kernels.cross_entropy.logits_block import Block, Tile
 
 DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_ROWS", "STATISTICS", "GRADIENT")}
 
@@ -88,13 +89,14 @@ class Truth:
     @staticmethod
     def of(values: Tensor, options: CrossEntropy, target: Tensor) -> Truth:
         wide = RowLoss(options, target, values.shape[1], torch.float64)
-        ops, block = ReferenceOps(wide), Block(values.double())
-        statistics = RowStatistics.initial(values.shape[0], torch.float64, values.device)
-        z = ops._transformed_logits(block.logits)[0]
-        targets, weight = ops._targets(block)
+        passes, block = LossPasses(wide, values.device, kernels=False, complete=True), Block(values.double())
+        statistics, z = passes.statistics, passes.sums._transformed(block.logits)[0]
+        weight, targets = passes.sums._weights(block)
+        if targets is None:
+            targets = (wide.targets.class_indices[:, None] == torch.arange(values.shape[1], device=values.device)) * 1.0
         size = z.abs().nan_to_num(0.0, 0.0)  # what is infinite is infinite, or counts for nothing
         factors = wide.gradient_factors(None)
-        ops.fold_and_write_gradient(block, statistics, factors)
+        passes.fold_and_write_gradient(block, factors)
         log_sum_exp = statistics.log_sum_exp()
         softmax = (z - log_sum_exp[:, None]).exp()
         scale = 1 + statistics.row_max.abs() + (softmax * size).sum(1)
@@ -152,11 +154,11 @@ def test_statistics_and_gradient_of_complete_rows_take_one_launch(
     options, target = data.draw(losses(rows, columns, lowering.device))
     row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
     factors = row_loss.gradient_factors(None)
-    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
-        block, statistics = Block(within_poison(values)), RowStatistics.initial(rows, torch.float32, values.device)
+    for kernels in (True, False):
+        passes, block = LossPasses(row_loss, values.device, kernels, complete=True), Block(within_poison(values))
         with np.errstate(all="ignore"):
-            ops.fold_and_write_gradient(block, statistics, factors)
-        assert_near_truth(statistics, block.logits, truth, row_loss.has_smoothing)
+            passes.fold_and_write_gradient(block, factors)
+        assert_near_truth(passes.statistics, block.logits, truth, row_loss.has_smoothing)
         around = block.logits.as_strided((rows, columns + 7), (columns + 7, 1), 0)
         assert around[:, :3].isnan().all()
         assert around[:, -4:].isnan().all()
@@ -175,9 +177,9 @@ def test_large_logits_err_as_in_plain_torch_but_for_a_subnormal_softmax(
     F.cross_entropy(leaf / options.temperature, target, reduction="sum").backward()
     assert leaf.grad is not None
     plain_error = (leaf.grad - truth.gradient).abs()
-    block, statistics = Block(within_poison(values)), RowStatistics.initial(2, torch.float32, values.device)
-    KernelOps(row_loss).fold_and_write_gradient(block, statistics, row_loss.gradient_factors(None))
-    assert_near_truth(statistics, block.logits, truth, has_smoothing=False)
+    passes, block = LossPasses(row_loss, values.device, kernels=True, complete=True), Block(within_poison(values))
+    passes.fold_and_write_gradient(block, row_loss.gradient_factors(None))
+    assert_near_truth(passes.statistics, block.logits, truth, has_smoothing=False)
     one_rounding = torch.finfo(torch.float32).eps * truth.gradient.abs()
     lost = truth.softmax_factor * torch.finfo(torch.float32).tiny
     error = (block.logits - truth.gradient).abs()
@@ -195,17 +197,17 @@ def test_blocks_of_columns_are_folded_into_statistics_then_get_their_gradient(
     row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
     factors = row_loss.gradient_factors(None)
     first = max(1, int(cut * columns))
-    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
-        whole, statistics = within_poison(values), RowStatistics.initial(rows, torch.float32, values.device)
+    for kernels in (True, False):
+        passes, whole = LossPasses(row_loss, values.device, kernels), within_poison(values)
         blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
         apart = torch.full_like(whole, torch.nan)
         with np.errstate(all="ignore"):
             for block in blocks:
-                ops.fold(block, statistics)
+                passes.sums.fold(block)
             for block in blocks:
                 into = apart[:, slice(*block.columns)]
-                ops.write_gradient(block, statistics, factors, into)
-        assert_near_truth(statistics, apart, truth, row_loss.has_smoothing)
+                passes.sums.write_gradient(block, passes.factors(factors), into)
+        assert_near_truth(passes.statistics, apart, truth, row_loss.has_smoothing)
 
 
 @pytest.mark.gpu
@@ -220,7 +222,7 @@ def test_long_rows_agree_on_a_gpu(dtype: torch.dtype, columns: int, monkeypatch:
     target = torch.randint(columns, (1000,), generator=generator, device="cuda")
     options = CrossEntropy(label_smoothing=0.1, z_loss=0.01)
     row_loss, truth = RowLoss(options, target, columns, torch.float32), Truth.of(values, options, target)
-    for ops in (KernelOps(row_loss), ReferenceOps(row_loss)):
-        block, statistics = Block(values.clone()), RowStatistics.initial(1000, torch.float32, values.device)
-        ops.fold_and_write_gradient(block, statistics, row_loss.gradient_factors(None))
-        assert_near_truth(statistics, block.logits, truth, has_smoothing=True)
+    for kernels in (True, False):
+        passes, block = LossPasses(row_loss, values.device, kernels, complete=True), Block(values.clone())
+        passes.fold_and_write_gradient(block, row_loss.gradient_factors(None))
+        assert_near_truth(passes.statistics, block.logits, truth, has_smoothing=True)

@@ -13,18 +13,20 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import row_sums
+from subtensors.kernels.cross_entropy import logits_block, row_sums
 from subtensors.kernels.cross_entropy.logits_block import Block, Tile
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics, row_statistics
 from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions
+
+DEFAULTS = {name: getattr(logits_block, name) for name in ("STATISTICS", "GRADIENT")}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Any:
     """Make tiles so small that a row has several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_sums, "STATISTICS", Tile(128, 4, rows=4))
-        patch.setattr(row_sums, "GRADIENT", Tile(128, 4))
+        patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
+        patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
         yield
 
 
@@ -89,7 +91,7 @@ def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torc
     their_gradient = gradient(theirs, upstream, leaf).to(dtype)
     values, first = values.to(lowering.device), max(1, int(cut * columns))
     for kernels in (True, False):
-        sums = RowSums(options, targets.to(lowering.device), vector.float().to(values.device), columns, values, kernels)
+        sums = RowSums(options, targets.to(lowering.device), vector.float().to(values.device), values, kernels)
         blocks = [Block(values[:, :first])] + [Block(values[:, first:], 0, first)] * (first < columns)
         into = torch.full_like(values, torch.nan)
         with np.errstate(all="ignore"):
@@ -186,10 +188,8 @@ def test_rows_of_infinite_logits_have_torchs_log_sum_exp() -> None:
 def test_a_large_head_is_as_exact_as_torch_on_a_gpu(
     dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from subtensors.kernels.cross_entropy.logits_block import GRADIENT, STATISTICS
-
-    monkeypatch.setattr(row_sums, "STATISTICS", STATISTICS)
-    monkeypatch.setattr(row_sums, "GRADIENT", GRADIENT)
+    for name, tile in DEFAULTS.items():
+        monkeypatch.setattr(logits_block, name, tile)
     generator = torch.Generator("cuda").manual_seed(0)
     leaves = [torch.randn(s, 256, generator=generator, device="cuda") for s in (1000, 20011)]
     leaves[1] /= 16

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
+from subtensors.chunked.lazy_tensor import LazyTensor
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 
 Program = Callable[..., Any]
@@ -207,7 +208,7 @@ class Allocations(TorchDispatchMode):
 
 def _plain(tree: Any) -> list[Tensor]:
     """The tensors with memory of their own."""
-    found = [t for t in optree.tree_leaves(tree) if isinstance(t, Tensor) and not isinstance(t, st.ChunkedTensor)]
+    found = [t for t in optree.tree_leaves(tree) if isinstance(t, Tensor) and not isinstance(t, LazyTensor)]
     return [t for t in found if t.device.type != "meta"]
 
 

@@ -11,6 +11,7 @@ from subtensors.dispatch.chunked.rules import (
     losses,
     random,
     reductions,
+    statistics,
     views,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "random",
     "record",
     "reductions",
+    "statistics",
     "views",
 ]

@@ -63,4 +63,5 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, transposed) if bias is None else (bias, rows, transposed)
     op = aten.mm.default if bias is None else aten.addmm.default
-    return emit(op, factors, {}, meta, [layout], layout.axis, grad)
+    out: LazyValue = emit(op, factors, {}, meta, [layout], layout.axis, grad)
+    return out

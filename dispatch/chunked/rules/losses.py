@@ -112,4 +112,5 @@ def _total_weight(
             return constant(summed(tensor, weights))
     meta = torch.empty((), dtype=dtype, device="meta")
     operands = replicated(target), weight if weight is None else replicated(weight)
-    return emit(summed, operands, {}, meta, [None], None)
+    total: LazyValue = emit(summed, operands, {}, meta, [None], None)
+    return total
