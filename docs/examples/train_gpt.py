@@ -110,7 +110,7 @@ class Loss(nn.Module):
     def __init__(self, model: GPT, longest: int | None = None) -> None:
         super().__init__()
         self.model = model
-        self.run: Bucketed | None = None
+        self.run: Bucketed[..., Tensor] | None = None
         if longest is not None:
             length = st.Dim("length", max=longest, buckets=-(-longest // BUCKETS))
             self.run = st.bucketed(model.trunk, {"inputs": {1: length}})
