@@ -24,6 +24,7 @@ from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import memory
+from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.fused.torch_codegen import write_torch
@@ -79,7 +80,8 @@ class TorchExecutor(Executor):
             return self.fallback.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
         operands = scalar_operands(scalars, columns[0][0].device)
-        if self.joined:
+        # In a dispatch mode torch counts no writes by foreach ops, and one that stands for a capture can't be read in.
+        if self.joined and not has_dispatch_mode():
             for part in self.joined:
                 for indices in self._alike(columns, part):
                     self._run_joined(columns, indices, scalars, operands)

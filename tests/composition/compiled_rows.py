@@ -24,6 +24,7 @@ def compiled(body: Any, **options: Any) -> Any:
 
 OWN_GRAPHS = Refused(RuntimeError, "st.bucketed replays graphs of its own", "`st.bucketed(compile=True)`")
 FAKE = Slower("a dispatch mode is around it")
+EXPORTED = Slower("it is being compiled")
 NO_STEP = Meaningless("a step is no function of values")
 
 
@@ -108,7 +109,7 @@ class Exported(nn.Module):
     "argument of `torch.export`",
     padded=Refused(st.RuleError, "has no rule under torch.export", "export the program of unpadded tensors"),
     lists=Refused(st.RuleError, "hand it x.tree()", "hand it `x.tree()`, and make the list within"),
-    bucketed=FAKE,
+    bucketed=EXPORTED,
 )
 def exported(subject: Subject) -> list[Tensor]:
     """`torch.export.export` of the program with the wrapped value as its argument."""
@@ -120,7 +121,7 @@ def exported(subject: Subject) -> list[Tensor]:
     GROUP,
     "made in `torch.export`",
     padded=Refused(st.RuleError, "has no rule under torch.export", "export the program of unpadded tensors"),
-    bucketed=FAKE,
+    bucketed=EXPORTED,
     optim=NO_STEP,
 )
 def made_in_export(subject: Subject) -> list[Tensor]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st_
 from program_oracle import interpret
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from subtensors.dispatch.fused import torch_executor
 from subtensors.dispatch.fused.fused_function import FusedFunction
@@ -82,6 +83,13 @@ def test_a_write_to_joined_tensors_counts_as_one_to_each() -> None:
     before = [t._version for t in p]
     FusedFunction(lambda x: x.mul_(2))(TensorColumn(p))
     assert all(t._version > v for t, v in zip(p, before, strict=True))
+
+
+def test_a_write_in_a_dispatch_mode_counts_too() -> None:
+    p = [torch.ones(2), torch.ones(3)]
+    with FlopCounterMode(display=False):
+        FusedFunction(lambda x: x.mul_(2))(TensorColumn(p))
+    assert all(t._version > 0 for t in p)
 
 
 def test_a_program_that_reduces_is_not_joined() -> None:
