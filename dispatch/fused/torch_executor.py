@@ -24,7 +24,7 @@ from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import memory
-from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode
+from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.fused.torch_codegen import write_torch

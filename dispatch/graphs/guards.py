@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode
+from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
 from subtensors.dispatch.torch_internals.requires import requires
 
 TENSOR_PROPERTIES: dict[str, Callable[[Tensor], object]] = {

@@ -99,9 +99,3 @@ def is_intercepted() -> bool:
     if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
-
-
-@requires("torch._C._len_torch_dispatch_stack", otherwise=lambda: False)
-def has_dispatch_mode() -> bool:
-    """Return whether a mode that sees each op, such as `FlopCounterMode`, is active. Checked on 2.11, 2.13."""
-    return torch._C._len_torch_dispatch_stack() > 0

@@ -104,6 +104,12 @@ def matmul_precision() -> str:
     return torch._C._get_fp32_precision_getter("cuda", "matmul")  # type: ignore[attr-defined, no-any-return]
 
 
+@requires("torch._C._len_torch_dispatch_stack", otherwise=lambda: False)
+def has_dispatch_mode() -> bool:
+    """Return whether a mode that sees each op, such as `FlopCounterMode`, is active. Checked on 2.11, 2.13."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 @requires("torch._guards.detect_fake_mode", otherwise=torch.compiler.is_exporting)
 def is_exporting() -> bool:
     """Return whether torch.export is at work, the reading of its arguments included. Checked on 2.11, 2.13."""
