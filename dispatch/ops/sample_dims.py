@@ -61,8 +61,14 @@ CORE |= {packet: cores for name, cores in MIXED_OPS.items() for packet in _packe
 """The number of core dims of each operand."""
 
 
-TOTAL = {packet for names in IMAGE_OPS.values() for packet in _packets(names) if "unpool" not in packet.__name__}
-"""Those that take any values; a factorization refuses some matrices, and an unpooling some indices."""
+TOTAL = {
+    packet
+    for names in IMAGE_OPS.values()
+    for packet in _packets(names)
+    if not any(part in packet.__name__ for part in ("unpool", "grid_sampler"))
+}
+"""Those that take any values: a factorization refuses some matrices, an unpooling some indices, and the gradient of a
+grid that holds NaN reads anywhere (torch 2.13 on a CPU)."""
 
 
 def batched(operands: Sequence[Operand], cores: Sequence[int], is_partial: bool = True) -> DimMap:

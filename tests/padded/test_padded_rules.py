@@ -388,3 +388,20 @@ def test_a_rule_sees_valid_elements_only(name: str, device: str) -> None:
                 for t in (outs, wanted)
             )
             torch.testing.assert_close(given, alone)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_the_padding_of_a_grid_reads_nowhere(mode: str, poison: float, device: str) -> None:
+    rows, codes = st.Dim("rows", max=4, buckets=[4]), {"bilinear": 0, "bicubic": 2}
+    x = torch.randn(2, 3, 5, 8, dtype=torch.float64, device=device)
+    grid = torch.rand(2, 6, 7, 2, dtype=torch.float64, device=device) * 2 - 1
+    found = []
+    for padded in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, grid)]
+        given = [st.pad(t, {0: rows}, value=poison) for t in leaves] if padded else leaves
+        y = torch.grid_sampler_2d(*given, codes[mode], 1, False)
+        y = y.unpad() if isinstance(y, st.PaddedTensor) else y
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs)
