@@ -41,7 +41,7 @@ class PointerTable:
     """A pointer table for one set of addresses."""
 
     addresses: list[Sequence[object]]
-    """What `addresses_of` reads of each column; nothing of a parameter on the host."""
+    """The columns as `addresses_of` reads them; a parameter on the host has none."""
     table: Tensor
     address: int
     """The address of `table`."""

@@ -93,7 +93,7 @@ _POOLED_DIMS = {
     aten._adaptive_avg_pool2d: 2,
     aten._adaptive_avg_pool3d: 3,
 }
-"""How many last dims each op pools."""
+"""The number of last dims that each op pools."""
 
 
 @table.register(*[op for op in _POOLED_DIMS if "adaptive" in op.__name__], across=True)

@@ -17,7 +17,7 @@ import subtensors as st
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes.
+    """The limits of the texts and batches that the server takes.
 
     Args:
         longest: bytes of the longest text.
@@ -85,7 +85,7 @@ def encoder_on(device: str, limits: Limits) -> Encoder:
 
 
 class Engine(Protocol):
-    """What makes embeddings of a batch; called by one thread."""
+    """A maker of embeddings of a batch; called by one thread."""
 
     def warmup(self) -> None:
         """Make everything ready that a first batch would wait for."""

@@ -35,7 +35,7 @@ import subtensors as st
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and on what.
+    """The sizes of the model that is trained, and of its batches.
 
     Args:
         config: of the model, whose weights are random.

@@ -118,7 +118,7 @@ class Batcher:
             texts = [waiting.text for waiting in batch]
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self.thread, self.engine.embed, texts)
-            except Exception as error:
+            except Exception as error:  # each of the batch raises it; the server goes on
                 for waiting in batch:
                     if not waiting.result.done():
                         waiting.result.set_exception(error)
@@ -199,7 +199,7 @@ def application(make_engine: Callable[[], Engine], limits: Limits) -> FastAPI:
         except HTTPException as error:
             requests.labels(str(error.status_code)).inc()
             raise
-        except Exception:
+        except Exception:  # counted, and raised again
             requests.labels("500").inc()
             raise
         requests.labels("200").inc()

@@ -101,7 +101,7 @@ def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """A context in which products and convolutions of float32 round their operands nowhere, as TF32 does."""
+    """A context in which float32 products and convolutions run without TF32, which rounds their operands."""
     cudnn = torch.backends.cudnn
     backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
     before = [getattr(backend, "fp32_precision") for backend in backends]  # noqa: B009  # no stub has it

@@ -103,7 +103,7 @@ def apply(
             TokenScores.install(model, undo)
         if compiling is not None or buckets is not None:
             Body.install(model, compiling, buckets, undo)
-    except BaseException:
+    except BaseException:  # the model is left as it was
         undo.close()
         raise
     return Applied(made, undo)

@@ -1,4 +1,4 @@
-"""What the demo shows: a table and a plot of the runs.
+"""The demo's report: a table and a plot of the runs.
 
 Times are compared on a GPU alone. On a CPU kernels run through plain torch, which is right and no faster: there the
 table has what a CPU can show, losses and memory.
