@@ -36,6 +36,7 @@ class Subject:
 
     def __init__(self, device: str, dtype: torch.dtype, plain: bool) -> None:
         torch.manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)  # of its own: threads make subjects at the same time
         self.device, self.dtype, self.plain = device, dtype, plain
         self.module = self.model()
         self.leaves = [self.leaf(*shape) for shape in self.shapes]
@@ -53,7 +54,7 @@ class Subject:
     def leaf(self, *shape: int) -> Tensor:
         """Return a tensor that requires grad, with values that every dtype of the program begins with."""
         start = torch.complex64 if self.dtype.is_complex else torch.float32
-        return torch.randn(shape, dtype=start).to(self.device, self.dtype).requires_grad_()
+        return torch.randn(shape, dtype=start, generator=self.generator).to(self.device, self.dtype).requires_grad_()
 
     def prepare(self) -> None:
         """Make what belongs to the column and is no value."""
