@@ -180,10 +180,12 @@ class TritonExecutor(Recordable, Executor):
             scalars = dynamic.allocate(self, numbers, hosts, self.device)
         else:
             values = [evaluate(numbers) for evaluate in self.scalars]
-            scalars = self._scalars(table, [*values, *hosts], is_capturing).data_ptr()
+            scalars = self._scalars(table, [*values, *hosts], is_capturing)
         arenas = self.new_arenas()
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
-        self.grid.launch(table.address, scalars, seed.data_ptr(), arenas, stream, self.stream, prelude)
+        # A graph's own scalars live as long as this reference to them: their address alone would let arenas take their
+        # memory.
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
         if not self.copies:
             self._increment_versions(columns)
         return arenas

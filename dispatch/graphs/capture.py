@@ -20,12 +20,15 @@ from typing import TypeAlias, TypedDict
 
 import torch
 
+from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.torch_internals.requires import requires
 
 PoolHandle: TypeAlias = tuple[int, int]
 
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
+_PINNED_POOLS = 64
+_destroyed = 0
 _growing = Lock()
 _allocating_workspaces = Lock()
 _workspace_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
@@ -47,6 +50,25 @@ def new_graph(device: torch.device) -> torch.cuda.CUDAGraph:
     """
     with torch.cuda.device(device):
         return torch.cuda.CUDAGraph()
+
+
+def destroy(graph: torch.cuda.CUDAGraph) -> None:
+    """Destroy a graph, and now and then what torch keeps of the graphs that were destroyed.
+
+    Each graph's pool has a part for pinned memory, of 48 KB even where it is empty, which torch keeps until its cache
+    of pinned memory is emptied: as `torch.cuda.graph` does at each capture, and this at every `_PINNED_POOLS`th call.
+    """
+    global _destroyed
+    graph.reset()
+    _destroyed += 1
+    if _destroyed >= _PINNED_POOLS and not deferred_finalizers.is_capturing():
+        _destroyed = 0
+        _empty_pinned_cache()
+
+
+@requires("torch._C._host_emptyCache", otherwise=lambda: None)
+def _empty_pinned_cache() -> None:
+    torch._C._host_emptyCache()
 
 
 @contextmanager

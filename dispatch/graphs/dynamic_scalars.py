@@ -171,8 +171,8 @@ class DynamicScalars:
 
     def allocate(
         self, executor: Recordable, numbers: Sequence[float], hosts: Sequence[float], device: torch.device
-    ) -> int:
-        """Return the address that a launch reads its scalars from.
+    ) -> Tensor:
+        """Return the memory that a launch reads its scalars from.
 
         Args:
             executor: makes the launch.
@@ -190,7 +190,7 @@ class DynamicScalars:
         launch.place(buffer, buffer.used)
         buffer.used += launch.size
         self._launches.append(launch)
-        return launch.address
+        return buffer.on_device[launch.offset :]
 
     def set(self, source: object, numbers: Sequence[float], hosts: Sequence[float]) -> None:
         """Set the numbers of one source's launches, from the next replay on."""

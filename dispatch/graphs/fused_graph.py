@@ -87,7 +87,7 @@ class CudaTape:
 
     def reset(self) -> None:
         """Destroy the graph; this would invalidate a capture that is under way."""
-        self.graph.reset()
+        capture.destroy(self.graph)
 
 
 class HostTape:

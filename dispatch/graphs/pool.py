@@ -135,7 +135,7 @@ class GraphPool:
     def drop(self, graph: torch.cuda.CUDAGraph) -> None:
         """Destroy a graph, after its last replay; with the last graph the pool's memory is freed."""
         self._last.synchronize()
-        graph.reset()
+        capture_module.destroy(graph)
         self.graphs.remove(graph)
         self._forget_handle_if_empty()
 
@@ -168,7 +168,7 @@ def _unshared_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:
     for graph in graphs:
-        graph.reset()
+        capture_module.destroy(graph)
     graphs.clear()
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import subtensors as st
@@ -94,8 +95,9 @@ class Data:
     def __init__(self, plan: Plan) -> None:
         documents, self.vocabulary = tokenized(corpus(plan.corpus_bytes), plan.token_bytes)
         held_out = documents[::HELD_OUT]
-        del documents[::HELD_OUT]
-        self.training = Batches(documents, plan.batch, plan.size.context, plan.seed)
+        known = {document.numpy().tobytes() for document in held_out}
+        training = [document for document in documents if document.numpy().tobytes() not in known]
+        self.training = Batches(training, plan.batch, plan.size.context, plan.seed)
         self.evaluation = Batches(held_out, plan.batch, plan.size.context, plan.seed)
 
 
@@ -150,9 +152,10 @@ class Training:
         self.model = GPT(plan.size, data.vocabulary, chunked=ours).to(plan.device, plan.dtype)
         self.sharded = self.ranks > 1 and plan.parallel == "fsdp"
         if self.sharded:
+            mesh = init_device_mesh(plan.device, (self.ranks,))  # by default it is of GPUs wherever there are any
             for block in self.model.trunk.blocks:
-                fully_shard(block)
-            fully_shard(self.model, reshard_after_forward=False)  # a chunked head is gathered once a step
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh, reshard_after_forward=False)  # a chunked head is gathered once a step
         self.arena: st.Arena | None = None
         self.optimizer = self._our_optimizer(graph) if ours else self._torch_optimizer()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)

@@ -6,7 +6,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 import subtensors as st
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
+from subtensors.dispatch.graphs import capture as captures
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.fused_graph import Recording
 from subtensors.kernels.memory.host_reservation import HostRange
@@ -255,3 +257,21 @@ def test_a_failed_recording_leaves_torch_unchanged() -> None:
     recording.replay()
     assert float(p[0][0]) == value + 1
     assert torch.rand(3, device="cuda").shape == (3,)
+
+
+def test_pinned_pools_of_destroyed_graphs_are_freed_together_and_not_in_a_capture(
+    capture: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    graph = cast(torch.cuda.CUDAGraph, SimpleNamespace(reset=lambda: done.append("reset")))
+    monkeypatch.setattr(captures, "_destroyed", 0)
+    monkeypatch.setattr(captures, "_empty_pinned_cache", lambda: done.append("emptied"))
+    for _ in range(captures._PINNED_POOLS - 1):
+        captures.destroy(graph)
+    capture[0] = True
+    captures.destroy(graph)
+    assert done == ["reset"] * captures._PINNED_POOLS
+    capture[0] = False
+    captures.destroy(graph)
+    captures.destroy(graph)
+    assert done[captures._PINNED_POOLS :] == ["reset", "emptied", "reset"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -43,8 +44,8 @@ def row(name: str) -> tuple[str, str, str, str, str]:
 
 
 def shortened(why: str) -> str:
-    """A reason as a cell of the table."""
-    line = " ".join(why.split()).replace("|", "/")
+    """A reason as a cell of the table, without the lines of files that it names."""
+    line = re.sub(r" \(/[^()]*:\d+\)", "", " ".join(why.split())).replace("|", "/")
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
