@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 
@@ -38,15 +40,48 @@ class Rates:
         flops: of large 16-bit GEMMs, a second.
         bandwidth: bytes a second, read or written by the passes between them.
         launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
+        multiprocessors: how many there are.
+        device: its name.
     """
 
     flops: float
     bandwidth: float
     launch: float
+    multiprocessors: int = 132
+    device: str = "NVIDIA H200"
 
 
 H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 """Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
+
+H200_PEAK = Rates(flops=132 * 1.98e9 * 4096, bandwidth=2 * 3.201e9 * 6144 / 8, launch=0.0)
+"""The rates that the properties of an H200 promise; of another device the same share is expected."""
+
+TENSOR_FLOPS = {7: 1024, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
+"""By major compute capability, flops of dense 16-bit products a clock and multiprocessor (NVIDIA's whitepapers)."""
+
+
+@functools.cache
+def device_rates(device: torch.device) -> Rates:
+    """Return the rates of a GPU, from its properties; those of an H200 elsewhere.
+
+    Args:
+        device: with its index.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return H200
+    found = torch.cuda.get_device_properties(device)
+    # Not every build of torch has all of these.
+    clock, memory_clock, width = (
+        getattr(found, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+    )
+    per_clock = 2048 if (found.major, found.minor) == (8, 0) else TENSOR_FLOPS.get(found.major, 0)
+    if found.name == H200.device or not clock * memory_clock * width * per_clock:
+        return H200
+    count = found.multi_processor_count
+    flops = H200.flops / H200_PEAK.flops * count * clock * 1e3 * per_clock
+    bandwidth = H200.bandwidth / H200_PEAK.bandwidth * 2 * memory_clock * 1e3 * width / 8
+    return Rates(flops, bandwidth, H200.launch, count, found.name)
 
 
 @dataclass(frozen=True)
@@ -100,18 +135,20 @@ class ChunkPlan:
         bytes: of memory at the peak, extra the inputs and with the gradients.
         seconds: forward and backward.
         products: GEMMs of N x H x V.
+        device: the one that takes these seconds.
     """
 
     schedule: Schedule
     bytes: int
     seconds: float
     products: float
+    device: str = H200.device
 
     def __str__(self) -> str:
         """Describe the plan in a line.
 
         >>> print(ChunkPlan(Schedule(columns=8448), 1330 * 2**20, 0.0563, 3.72))
-        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms
+        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms (NVIDIA H200)
         """
         schedule = self.schedule
         if schedule.columns is None:
@@ -122,7 +159,7 @@ class ChunkPlan:
             part = f"{schedule.columns} columns of the logits"
             if schedule.kept:
                 part += f" and {schedule.kept} kept"
-        figures = f"{self.bytes / 2**20:.0f} MiB, {self.seconds * 1e3:.2g} ms"
+        figures = f"{self.bytes / 2**20:.0f} MiB, {self.seconds * 1e3:.2g} ms ({self.device})"
         return f"{part} at once, {self.products:.2g} GEMMs: {figures}"
 
 
@@ -146,7 +183,7 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
     schedule = Schedule(rows=None if chunks == 1 else rows, accumulate=accumulate)
-    return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products)
+    return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
 
 
 def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
@@ -171,7 +208,8 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
-    return ChunkPlan(Schedule(columns=columns, kept=kept), memory + shape.rows * ROW_BYTES, seconds, products)
+    schedule = Schedule(columns=columns, kept=kept)
+    return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,8 +274,17 @@ def _limit_of_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: R
     return limit if requested.seconds < usual.seconds else min(limit, usual.bytes)
 
 
-BLOCK_COLUMNS = (1056, 2112, 4224, 8448, 16896)
-"""Widths of blocks whose GEMMs fill complete waves of tiles on 132 multiprocessors; powers of two are slower."""
+BLOCK_COLUMNS = (8, 16, 32, 64, 128)
+"""Columns a multiprocessor of blocks whose GEMMs fill complete waves of tiles; powers of two are slower."""
+
+
+def block_columns(rates: Rates) -> list[int]:
+    """Return the widths of blocks to compare.
+
+    >>> block_columns(H200)
+    [1056, 2112, 4224, 8448, 16896]
+    """
+    return [count * rates.multiprocessors for count in BLOCK_COLUMNS]
 
 
 def _candidates(
@@ -249,7 +296,7 @@ def _candidates(
         yield by_rows(shape, size, accumulate, rates)
     if not shape.needs_weight or not shape.rows:
         return  # without dW rows are as exact, and take one product less
-    for columns in BLOCK_COLUMNS:
+    for columns in block_columns(rates):
         if columns >= shape.classes:
             return
         plan = by_columns(shape, columns, 0, rates)
@@ -286,13 +333,13 @@ def plan_row_statistics(
 
     Example:
         >>> print(plan_row_statistics(LossShape(8192, 2048, 151936)))
-        16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, 26 ms
+        16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, 26 ms (NVIDIA H200)
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
     candidates = [
         by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
-        for columns in BLOCK_COLUMNS
+        for columns in block_columns(rates)
         if columns < shape.classes and shape.rows
         for share in range(KEPT_SHARES + 1)
     ]

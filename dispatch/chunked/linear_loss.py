@@ -15,6 +15,7 @@ from torch import Tensor
 from subtensors.dispatch.chunked.cost_model import (
     ChunkPlan,
     LossShape,
+    device_rates,
     plan_linear_cross_entropy,
     plan_row_statistics,
 )
@@ -175,14 +176,15 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
         ValueError: the limit that the user set can't be met.
     """
     accumulate: Accumulate = "exact" if policy.exact else "fast"
-    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, **_limits(policy, rows, device))
+    limits, rates = _limits(policy, rows, device), device_rates(device)
+    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 
 
 def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
     """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
-    return plan_row_statistics(shape, rows=rows, **_limits(policy, rows, device))
+    return plan_row_statistics(shape, rows=rows, rates=device_rates(device), **_limits(policy, rows, device))
 
 
 def _limits(policy: Policy, rows: int | None, device: torch.device) -> dict[str, int | None]:

@@ -117,7 +117,7 @@ TRANSFORMS: list[Callable[[Tensor], Tensor]] = [
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the cost model choose among columns, or not: a head of twenty classes has none of the usual blocks."""
     if request.param == "by columns":
-        monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8, 12))
+        monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8, 12])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -168,7 +168,7 @@ def by_mean_of_sequences(z: Tensor, t: Tensor) -> Tensor:
 def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
     loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8,))
+    monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8])
     case = linear_case(32, 4, 80)
     h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
     with Sizes() as seen, allocations() as made:
@@ -181,7 +181,7 @@ def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
 
 
 def test_a_frozen_head_stays_by_rows_and_takes_no_product_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_model, "BLOCK_COLUMNS", (8,))
+    monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8])
     case = linear_case()
     h, w = case["h"].requires_grad_(), case["w"]
     with Sizes() as seen:

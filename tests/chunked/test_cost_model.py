@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from subtensors.dispatch.chunked.cost_model import (
     ChunkPlan,
     LossShape,
     Rates,
+    block_columns,
     by_columns,
     by_rows,
+    device_rates,
     plan_linear_cross_entropy,
 )
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
@@ -148,3 +151,57 @@ def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
 def test_fewer_rows_never_take_more_memory(shape: LossShape, rows: tuple[int, int]) -> None:
     few, many = (plan_linear_cross_entropy(shape, rows=count) for count in sorted(rows))
     assert few.bytes <= many.bytes
+
+
+def properties(name: str, major: int, minor: int, **others: int) -> SimpleNamespace:
+    return SimpleNamespace(name=name, major=major, minor=minor, **others)
+
+
+DEVICES = {
+    "an H100": (
+        properties(
+            "NVIDIA H100 80GB HBM3",
+            *(9, 0),
+            multi_processor_count=132,
+            clock_rate=1980000,
+            memory_clock_rate=2619000,
+            memory_bus_width=5120,
+        ),
+        (687e12, 3.15e12, 132),
+    ),
+    "an A100": (
+        properties(
+            "NVIDIA A100-SXM4-80GB",
+            *(8, 0),
+            multi_processor_count=108,
+            clock_rate=1410000,
+            memory_clock_rate=1593000,
+            memory_bus_width=5120,
+        ),
+        (200e12, 1.92e12, 108),
+    ),
+    "one that torch says little of": (properties("NVIDIA H100", 9, 0), (H200.flops, H200.bandwidth, 132)),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_rates_are_those_of_the_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (flops, bandwidth, multiprocessors) = DEVICES[case]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", None)
+    rates = device_rates.__wrapped__(torch.device("cuda", 0))
+    assert rates.flops == pytest.approx(flops, rel=0.01)
+    assert rates.bandwidth == pytest.approx(bandwidth, rel=0.01)
+    assert (rates.multiprocessors, rates.launch) == (multiprocessors, H200.launch)
+    assert rates.device == (found.name if rates != H200 else H200.device)
+    plan = plan_linear_cross_entropy(GEMMA, memory_limit=1400 * MIB, rates=rates)
+    assert str(plan).endswith(f"({rates.device})")
+    assert plan.schedule.columns in block_columns(rates)
+
+
+@pytest.mark.gpu
+def test_this_gpu_has_rates_of_its_own() -> None:
+    rates = device_rates(torch.device("cuda", 0))
+    assert rates == H200 if torch.cuda.get_device_name(0) == H200.device else rates.device != H200.device
+    assert 1e12 < rates.bandwidth < 2e13
+    assert 1e13 < rates.flops < 1e16
