@@ -1,8 +1,8 @@
 """The plan of a fused call, and the executors of its groups: Triton kernels, torch op after op, or the function itself.
 
 Each executor runs a group of elements that are alike (device, dtypes, which tensors are 0-d, memory layout) and answers
-`run(columns, numbers)`, a column being one argument's tensors in the order of the elements. Triton kernels are in
-`triton_executor`, torch ops in `torch_executor`.
+`run(columns, numbers)`, a column being one argument's tensors in the order of the elements. What precedes every run is
+in `Executor.run`; what runs is `_execute`. Triton kernels are in `triton_executor`, torch ops in `torch_executor`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import optree
+import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.tensor_columns import (
-    Addresses,
-    BroadcastColumn,
-    ColumnGuard,
-    Columns,
-    addresses_of,
-    written_overlap,
-)
+from subtensors.dispatch.fused.tensor_columns import Addresses, BroadcastColumn, ColumnGuard, Columns, WrittenOverlap
 from subtensors.dispatch.fused.trace import Returned, Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
-from subtensors.dispatch.graphs.fused_graph import current_recording
+from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
+from subtensors.dispatch.graphs.released_tensors import check_resident
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
 
@@ -46,6 +41,11 @@ class Executor:
     grid: Grid | None = None
     """The tiles that Triton kernels sweep over; None where none run."""
 
+    device = torch.device("cpu")
+    """The device whose kernels run."""
+    takes_prelude = False
+    """True if a prelude is launched by `_execute`, rather than before."""
+
     def run(
         self,
         columns: Columns,
@@ -53,7 +53,34 @@ class Executor:
         addresses: Addresses | None = None,
         prelude: Prelude | None = None,
     ) -> Leaves:
-        """Apply the function to every element, after or with the prelude."""
+        """Apply the function to every element, after or with the prelude; in a recording, record that.
+
+        Raises:
+            AddressError: a tensor is released.
+            NotRecordable: a recording takes launches of kernels, and this is none.
+        """
+        if not self.is_on_current_device():
+            with torch.cuda.device(self.device):
+                return self.run(columns, numbers, addresses, prelude)
+        check_resident(columns)
+        if prelude is not None and not self.takes_prelude:
+            prelude.launch()
+        if (recording := current_recording()) is not None:
+            return self._record(recording, columns, numbers)
+        return self._execute(columns, numbers, addresses, prelude)
+
+    def is_on_current_device(self) -> bool:
+        """Return whether the executor can run without a change of device."""
+        return True
+
+    def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
+        """Give the launch to a recording."""
+        raise NotRecordable(self.describe())
+
+    def _execute(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+    ) -> Leaves:
+        """Apply the function to every element, on the current device."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -71,18 +98,10 @@ class EagerExecutor(Executor):
     def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
+    def _execute(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
         """Call the function once an element."""
-        if prelude is not None:
-            prelude.launch()
-        if current_recording() is not None:
-            raise NotRecordable(self.describe())
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.result_spec = optree.tree_structure(results[0], none_is_leaf=True)
         return [list(leaf) for leaf in zip(*map(self.result_spec.flatten_up_to, results), strict=True)]
@@ -123,8 +142,8 @@ class ExecutionPlan:
         traces = [executor.trace for _, executor in self.groups if executor.trace is not None]
         # Where a group runs the function itself, the tensors that it writes are not known.
         is_known = len(self.groups) == len(traces) > 1
-        self._written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else set()
-        self._compared: tuple[list[object], bool] = [], False
+        written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else ()
+        self._overlap = WrittenOverlap(written)
 
     def match(self, columns: Columns) -> Addresses | None:
         """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
@@ -148,14 +167,7 @@ class ExecutionPlan:
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Return whether a group writes memory of another one, or an element that of another."""
-        if not self._written:
-            return False
-        addresses = [a for column in columns for a in addresses_of(column)]
-        if addresses != self._compared[0]:
-            self._compared = addresses, written_overlap(columns, self._written)
-            if self._compared[1]:
-                logger.info("runs as %s", self.fallback.describe())
-        return self._compared[1]
+        return self._overlap.check(columns, f"runs as {self.fallback.describe()}")
 
     def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Run one group after the other; their results in the order of all elements."""

@@ -6,9 +6,9 @@ promises of its holder require: by identity, by addresses, or by everything that
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from operator import add, attrgetter
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 
-_nbytes = attrgetter("nbytes")
+logger = logging.getLogger("subtensors.fused")
 
 
 class TensorColumn(list[Tensor]):
@@ -47,11 +47,18 @@ class TensorColumn(list[Tensor]):
         self._keeps_layout = keeps_layout
         self._like = like
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
+        self._flat: list[Tensor] | None = None
 
     @property
     def holder(self) -> TensorColumn | None:
         """The list that promises that layouts are kept; None when none does."""
         return self if self._keeps_layout else self._like
+
+    def flat_views(self) -> list[Tensor]:
+        """The tensors of a fixed list, which are contiguous, as 1-D views, made once."""
+        if self._flat is None:
+            self._flat = [t.detach().view(-1) for t in self]
+        return self._flat
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__  # by identity, as weak references to it compare
@@ -135,11 +142,56 @@ def _promise_holder(column: Sequence[Tensor]) -> TensorColumn | None:
     return column.holder if isinstance(column, TensorColumn) and not torch.is_grad_enabled() else None
 
 
-def _byte_spans(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor, the number of bytes from its first element to the end of its last."""
-    if all(map(Tensor.is_contiguous, tensors)):
-        return list(map(_nbytes, tensors))
-    return [_span(t) * t.element_size() for t in tensors]
+class WrittenOverlap:
+    """Whether columns of one layout overlap in memory that is written, found again where an address has changed.
+
+    Memory ranges, sorted by start, form clusters of ranges that overlap; in a cluster of several ranges with a written
+    one among them, the order of the writes matters.
+
+    Args:
+        stored: the indices of the columns that are written.
+    """
+
+    def __init__(self, stored: Collection[int]) -> None:
+        self._stored = stored
+        self._layout: tuple[np.ndarray, np.ndarray] | None = None
+        """For each tensor, the bytes from its first element to the end of its last, and whether it is written."""
+        self._last: tuple[list[Sequence[object]], bool] = [], False
+
+    def check(self, columns: Columns, note: str = "", known: Addresses | None = None) -> bool:
+        """Return whether memory of a stored column overlaps that of another column or element.
+
+        Args:
+            columns: with the shapes, dtypes and strides of those of the first call.
+            note: logged where they overlap.
+            known: the addresses of the columns, as far as they were read.
+        """
+        if not self._stored:
+            return False
+        given = known or [None] * len(columns)
+        addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
+        if addresses != self._last[0]:
+            self._last = addresses, self._find(columns)
+            if self._last[1] and note:
+                logger.info("%s", note)
+        return self._last[1]
+
+    def _find(self, columns: Columns) -> bool:
+        unique = list(map(unique_tensors, columns))
+        if self._layout is None:
+            spans = [_span(t) * t.element_size() for column in unique for t in column]
+            stored = np.repeat([i in self._stored for i in range(len(unique))], list(map(len, unique)))
+            self._layout = np.asarray(spans, dtype=np.int64), stored
+        nbytes, written = self._layout
+        start = np.asarray([a for column in unique for a in map(Tensor.data_ptr, column)], dtype=np.int64)
+        order = np.argsort(start, kind="stable")
+        order = order[nbytes[order] > 0]
+        if len(order) < 2:
+            return False
+        start, end = start[order], start[order] + nbytes[order]
+        opens = np.concatenate([[True], start[1:] >= np.maximum.accumulate(end)[:-1]])
+        cluster = np.cumsum(opens) - 1
+        return bool(((np.bincount(cluster) > 1) & (np.bincount(cluster, weights=written[order]) > 0)).any())
 
 
 def _span(tensor: Tensor) -> int:
@@ -148,30 +200,3 @@ def _span(tensor: Tensor) -> int:
     if tensor.is_contiguous() or not count:
         return count
     return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
-def written_overlap(columns: Columns, stored: Collection[int]) -> bool:
-    """Return whether memory of the columns at indices `stored` overlaps that of another column or element.
-
-    Memory ranges, sorted by start, form clusters of ranges that overlap; in a cluster of several ranges with a written
-    one among them, the order of the writes matters.
-    """
-    if not stored:
-        return False
-    starts: list[int] = []
-    ends: list[int] = []
-    written: list[bool] = []
-    for index, column in enumerate(columns):
-        begins = list(map(Tensor.data_ptr, unique_tensors(column)))
-        starts += begins
-        ends += map(add, begins, _byte_spans(unique_tensors(column)))
-        written += [index in stored] * len(begins)
-    order = np.argsort(np.asarray(starts, dtype=np.int64), kind="stable")
-    start, end = np.asarray(starts, dtype=np.int64)[order], np.asarray(ends, dtype=np.int64)[order]
-    keep = end > start
-    start, end, stored = start[keep], end[keep], np.asarray(written)[order][keep]
-    if len(start) < 2:
-        return False
-    opens = np.concatenate([[True], start[1:] >= np.maximum.accumulate(end)[:-1]])
-    cluster = np.cumsum(opens) - 1
-    return bool(((np.bincount(cluster) > 1) & (np.bincount(cluster, weights=stored) > 0)).any())

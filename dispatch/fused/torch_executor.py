@@ -8,6 +8,7 @@ ones are cut:
     columns of one large tensor --cut--> a piece of each at a time --program, in place-->
 
 Numbers per tensor, such as step counts, stay 0-d: tensors with equal numbers are joined, as most of an optimizer are.
+State never changes while its column lives, so its 1-D views are kept from call to call.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, result_leaves
-from subtensors.dispatch.fused.tensor_columns import Addresses, Columns, unique_tensors, written_overlap
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    Columns,
+    TensorColumn,
+    WrittenOverlap,
+    is_fixed,
+    unique_tensors,
+)
 from subtensors.dispatch.fused.trace import Trace
-from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
-from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.torch_internals import memory
 from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
 from subtensors.kernels.fused.launch import Prelude
@@ -47,8 +53,12 @@ class TorchExecutor(Executor):
         parameters = trace.program.parameters
         self.sized = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_ELEMENT]
         self.numbers = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_TENSOR]
-        sizes = [t.numel() for t in columns[self.sized[0]]] if self.sized else []
-        self.joined = list(_joined(sizes)) if self._is_pointwise(columns) else []
+        self.sizes = [t.numel() for t in columns[self.sized[0]]] if self.sized else []
+        stored = [i for i in self.sized if i in trace.program.stores]
+        self.in_views = [i for i in stored if all(map(Tensor.is_contiguous, columns[i]))]
+        """The columns that are joined and written by way of 1-D views."""
+        self.overlap = WrittenOverlap(trace.program.stores)
+        self.joined = list(_joined(self.sizes)) if self._is_pointwise(columns) else []
         """The elements that are joined or cut, part by part; empty where each runs alone."""
 
     def _is_pointwise(self, columns: Columns) -> bool:
@@ -64,19 +74,11 @@ class TorchExecutor(Executor):
         )
 
     @torch.no_grad()
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
+    def _execute(
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
         """Run the program on every element."""
-        if prelude is not None:
-            prelude.launch()
-        if current_recording() is not None:
-            raise NotRecordable(self.describe())
-        if written_overlap(columns, self.trace.program.stores):
+        if self.overlap.check(columns, known=addresses):
             return self.fallback.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
         operands = scalar_operands(scalars, columns[0][0].device)
@@ -95,10 +97,12 @@ class TorchExecutor(Executor):
         own = [columns[i] for i in self.numbers if len(unique_tensors(columns[i])) > 1]
         if len(part) == 1 or not own:
             return [part]
-        values = [torch.stack([c[i] for i in part]) for c in own]
-        bits = [v.view(_BITS[v.itemsize]).tolist() for v in values]
+        values = [torch.cat(_flat(c, part)) for c in own]
+        bits = [v.view(_BITS[v.itemsize]) for v in values]
+        if all(bool((v == v[0]).all()) for v in bits):
+            return [part]
         alike: dict[tuple[int, ...], list[int]] = {}
-        for index, key in zip(part, zip(*bits, strict=True), strict=True):
+        for index, key in zip(part, zip(*[v.tolist() for v in bits], strict=True), strict=True):
             alike.setdefault(key, []).append(index)
         return list(alike.values())
 
@@ -113,15 +117,19 @@ class TorchExecutor(Executor):
         row = [column[indices[0]] for column in columns]
         stores = self.trace.program.stores
         if len(indices) > 1:
-            tensors = [[column[i] for i in indices] for column in columns]
+            views = {i: _flat(columns[i], indices) for i in self.in_views}
             for i in self.sized:
-                row[i] = memory.join(tensors[i])
+                row[i] = torch.cat(views[i]) if i in views else memory.join([columns[i][k] for k in indices])
             self.run_element(row, scalars, operands)
+            sizes = [self.sizes[k] for k in indices]
             for i in stores:
-                if i in self.sized:
-                    torch._foreach_copy_(tensors[i], memory.split(row[i], tensors[i]))
+                tensors = [columns[i][k] for k in indices]
+                if i in views:
+                    torch.split_with_sizes_copy(row[i], sizes, out=views[i])
+                elif i in self.sized:
+                    torch._foreach_copy_(tensors, memory.split(row[i], tensors))
                 else:
-                    torch._foreach_copy_(tensors[i][1:], [row[i]] * (len(indices) - 1))
+                    torch._foreach_copy_(tensors[1:], [row[i]] * (len(indices) - 1))
             return
         size = row[self.sized[0]].numel()
         piece = PIECE * torch.get_num_threads()
@@ -141,8 +149,7 @@ class TorchExecutor(Executor):
 
     def explain(self, columns: Columns) -> str:
         """Describe what runs: the function itself where memory that is written overlaps."""
-        overlaps = written_overlap(columns, self.trace.program.stores)
-        return self.fallback.describe() if overlaps else self.describe()
+        return self.fallback.describe() if self.overlap.check(columns) else self.describe()
 
     def describe(self) -> str:
         """Describe the executor in one line."""
@@ -164,9 +171,18 @@ def _joined(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield part
 
 
+def _flat(column: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
+    """1-D views of some tensors of a column, which are contiguous."""
+    if isinstance(column, TensorColumn) and is_fixed(column):
+        views = column.flat_views()
+        return views if len(views) == len(indices) else [views[i] for i in indices]
+    return [t if t.ndim == 1 else t.view(-1) for t in map(column.__getitem__, indices)]
+
+
 def scalar_operands(numbers: Sequence[float], device: torch.device) -> Sequence[float | Tensor]:
     """Dynamic scalars as operands in the place of tensors: on a CPU 0-d tensors, made once for all elements."""
     if device.type != "cpu":
         return numbers
-    kinds = [torch.float64 if isinstance(n, float) else torch.int64 for n in numbers]
-    return [torch.tensor(n, dtype=kind, device=device) for n, kind in zip(numbers, kinds, strict=True)]
+    if all(isinstance(n, float) for n in numbers):
+        return torch.tensor(numbers, dtype=torch.float64).unbind()
+    return [torch.tensor(n, dtype=torch.float64 if isinstance(n, float) else torch.int64) for n in numbers]

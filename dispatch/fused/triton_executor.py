@@ -17,14 +17,13 @@ from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves,
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
+    WrittenOverlap,
     addresses_of,
     is_fixed,
-    written_overlap,
 )
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable, current_scalars
-from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
-from subtensors.dispatch.graphs.released_tensors import check_resident
+from subtensors.dispatch.graphs.fused_graph import Recording
 from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.runtime import graph_lifetime
@@ -66,6 +65,7 @@ class TritonExecutor(Recordable, Executor):
     # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
     MAX_TABLES = 8
 
+    takes_prelude = True
     trace: Trace
     grid: Grid
 
@@ -117,25 +117,10 @@ class TritonExecutor(Recordable, Executor):
         if extremes and exchange is None and not (self.grid.sizes > 0).all():
             raise RuntimeError(f"{extremes[0]} of an empty tensor: a maximum needs at least one element")
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Launch the kernels, after or with the prelude."""
-        if self.is_on_current_device():
-            return self._run(columns, numbers, addresses, prelude)
-        with torch.cuda.device(self.device):
-            return self._run(columns, numbers, addresses, prelude)
-
-    def _run(
+    def _execute(
         self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
-        check_resident(columns)
-        if (recording := current_recording()) is not None:
-            return self._record(recording, columns, numbers)
+        """Launch the kernels, after or with the prelude."""
         if self.copies:
             originals = columns
             columns = [
@@ -146,9 +131,7 @@ class TritonExecutor(Recordable, Executor):
         is_capturing = self.is_capturing()
         table = self._pointer_table(columns, addresses, is_capturing)
         if table.overlaps:
-            if prelude is not None:
-                prelude.launch()
-            return self.fallback.run(originals if self.copies else columns, numbers)
+            return self.fallback.run(originals if self.copies else columns, numbers, prelude=prelude)
         arenas = self.launch(table, columns, numbers, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
@@ -209,7 +192,7 @@ class TritonExecutor(Recordable, Executor):
         """Give the launch to a recording."""
         if self.copies:
             raise NotRecordable(self.reason)
-        if written_overlap(columns, self.trace.program.stores):
+        if WrittenOverlap(self.trace.program.stores).check(columns):
             raise NotRecordable(self.fallback.reason)
         return self._results(columns, recording.launch(self, columns, numbers))
 
@@ -253,7 +236,7 @@ class TritonExecutor(Recordable, Executor):
                     graph_lifetime.keep_with_graph((self, pointer_table))
                 return pointer_table
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        overlaps = written_overlap(columns, self.trace.program.stores)
+        overlaps = WrittenOverlap(self.trace.program.stores).check(columns)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(self._pointers(columns))
@@ -294,7 +277,7 @@ class TritonExecutor(Recordable, Executor):
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""
-        if not self.copies and written_overlap(columns, self.trace.program.stores):
+        if not self.copies and WrittenOverlap(self.trace.program.stores).check(columns):
             return self.fallback.describe()
         pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())

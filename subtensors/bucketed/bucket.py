@@ -17,7 +17,7 @@ from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.side_effects import TrainingDetector, dense_of
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics, summarize_error
-from subtensors.dispatch.fused.tensor_columns import written_overlap
+from subtensors.dispatch.fused.tensor_columns import WrittenOverlap
 from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import HostReads, error_line
@@ -149,7 +149,7 @@ class Bucket:
         given = [dense_of(leaves[source.leaf]) for source in self.spec.inputs]
         if len({t.untyped_storage().data_ptr() for t in given}) == len(given):
             return ""
-        overlaps = written_overlap([[t] for t in given], self.written_inputs)
+        overlaps = WrittenOverlap(self.written_inputs).check([[t] for t in given])
         return "it writes to an argument, which shares memory with another one" if overlaps else ""
 
     def write_back(self, leaves: Sequence[PyTree]) -> None:

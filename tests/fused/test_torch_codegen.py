@@ -56,8 +56,9 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
 def test_memory_of_dead_values_is_reused() -> None:
     program = traced(adam, *[(torch.float32, ELEMENT)] * 4, scalars=1)
     tensors = [torch.rand(5) for _ in range(4)]
+    operands = scalar_operands([0.1], torch.device("cpu"))
     with Allocations() as mode:
-        write_torch(program)(tensors, [0.1], scalar_operands([0.1], torch.device("cpu")))
+        write_torch(program)(tensors, [0.1], operands)
     # g * 0.1, g * g, lr * m and v.sqrt(); the first operand of any other op is dead or written.
     assert mode.count == 4
 

@@ -57,9 +57,12 @@ def test_joined_and_cut_tensors_have_the_results_of_single_ones(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_executor, "PIECE", piece)
         function = FusedFunction(adam)
+        # The state is fixed, as an optimizer's is, and its views stay from call to call.
+        state = [TensorColumn(column, is_fixed=True) for column in ours[2:]]
         with torch.no_grad():
-            function(*map(TensorColumn, ours), 0.5)
-            run_one_by_one(function, theirs, 0.5)
+            for _ in range(2):
+                function(*map(TensorColumn, ours[:2]), *state, 0.5)
+                run_one_by_one(function, theirs, 0.5)
     for own, expected in zip(ours, theirs, strict=True):
         for a, b in zip(own, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -78,11 +81,27 @@ def test_elements_of_different_counts_are_joined_apart() -> None:
     assert [t.item() for t in steps] == [1.0, 4.0, 1.0]
 
 
-def test_a_write_to_joined_tensors_counts_as_one_to_each() -> None:
-    p = [torch.ones(2), torch.ones(3)]
-    before = [t._version for t in p]
-    FusedFunction(lambda x: x.mul_(2))(TensorColumn(p))
-    assert all(t._version > v for t, v in zip(p, before, strict=True))
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_write_to_joined_tensors_counts_as_one_to_each(fixed: bool) -> None:
+    p = [torch.ones(2), torch.ones(3, 2), torch.ones(2, 3).t()]
+    function, column = FusedFunction(lambda x: x.mul_(2)), TensorColumn(p, is_fixed=fixed)
+    for _ in range(2):
+        before = [t._version for t in p]
+        function(column)
+        assert all(t._version > v for t, v in zip(p, before, strict=True))
+
+
+def test_tensors_that_come_to_overlap_are_written_one_after_the_other() -> None:
+    function = FusedFunction(lambda x, y: x.add_(y))
+    memory = torch.ones(6)
+    for y in (torch.ones(2), memory[2:4], torch.ones(2)):
+        before = memory.clone()
+        expected = [before[:2] + y, before[2:4] + y]
+        x = [memory[:2], memory[2:4]]
+        if y.data_ptr() == memory[2:4].data_ptr():
+            expected[1] = before[2:4] * 2
+        function(TensorColumn(x), TensorColumn([y, y]))
+        assert [t.tolist() for t in x] == [t.tolist() for t in expected]
 
 
 def test_a_write_in_a_dispatch_mode_counts_too() -> None:

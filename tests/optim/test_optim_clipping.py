@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,6 +62,19 @@ def test_the_kernels_of_a_step_that_clips_end_where_torch_does() -> None:
     with kernels_on_cpu():
         ours = trained(lambda p: st.optim.AdamW(p, max_norm=0.1), values, torch.float32, 3)
     assert_as_accurate(ours, theirs, truth, torch.float32)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+def test_a_matrix_optimizer_that_clips_ends_where_it_does_after_torchs_clipping(name: str, kernels: bool) -> None:
+    values = start("cpu", torch.float32, [(3, 5), (4, 4), (5, 3)])
+    cls = getattr(st.optim, name)
+    expected = trained(lambda p: cls(p, lr=0.01), values, torch.float64, 3, 0.1)
+    with kernels_on_cpu() if kernels else nullcontext():
+        ours = trained(lambda p: cls(p, lr=0.01, max_norm=0.1), values, torch.float64, 3)
+    unclipped = trained(lambda p: cls(p, lr=0.01), values, torch.float64, 3)
+    torch.testing.assert_close(flat(ours), flat(expected), rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(flat(expected), flat(unclipped), rtol=1e-6, atol=1e-8)
 
 
 def test_the_norm_is_that_of_all_groups_and_dtypes_together(device: str) -> None:

@@ -164,6 +164,8 @@ class ListStep:
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
         """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
+        if prelude is not None:
+            prelude.launch()
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
