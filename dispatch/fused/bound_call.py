@@ -18,12 +18,20 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.tensor_columns import BroadcastColumn, ColumnGuard, Columns, TensorColumn, is_fixed
+from subtensors.dispatch.fused.tensor_columns import (
+    Addresses,
+    BroadcastColumn,
+    ColumnGuard,
+    Columns,
+    TensorColumn,
+    is_fixed,
+)
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressSnapshot
 from subtensors.dispatch.graphs.released_tensors import Release
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.kernels.runtime.launcher import current_stream
 
 if TYPE_CHECKING:
     from subtensors.dispatch.fused.triton_executor import PointerTable, TritonExecutor
@@ -198,13 +206,14 @@ class CachedLaunch:
             or current_recording() is not None
             or not executor.is_on_current_device()
             or executor.is_capturing()
+            or (stream := current_stream(executor.device)) != self.table.stream
         ):
             return False
         leaves = call.leaves
         for position, guard in self.guards:
             if not guard.matches(leaves[position]):
                 return False
-        executor.launch(self.table, columns, call.numbers(), is_capturing=False, prelude=prelude)
+        executor.launch(self.table, columns, call.numbers(), stream, is_capturing=False, prelude=prelude)
         return True
 
 
@@ -221,19 +230,20 @@ class LaunchCache:
         call: FusedCall,
         edition: object,
         columns: Columns,
+        addresses: Addresses,
         guards: Sequence[ColumnGuard],
         executor: TritonExecutor,
     ) -> None:
         """Keep the launch of a call that this executor alone has run."""
         self.last = None
-        table = executor.repeatable_table()
+        table = executor.repeatable_table(columns, addresses)
         if table is None or current_recording() is not None:
             return
         compared = []
         for position, column, guard in zip(call.signature.tensors, columns, guards, strict=True):
             if not is_fixed(column):
-                addresses = guard.known_addresses(column)
-                if addresses is None:
+                snapshot = guard.known_addresses(column)
+                if snapshot is None:
                     return
-                compared.append((position, addresses))
+                compared.append((position, snapshot))
         self.last = CachedLaunch(call.key, edition, compared, executor, table)

@@ -143,7 +143,7 @@ class FusedFunction:
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
             plan.log()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
-                call.launches.store(call, self._variant.edition, columns, plan.guards, executor)
+                call.launches.store(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
         if prelude is not None:
             prelude.launch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -44,10 +44,12 @@ class PointerTable:
     table: Tensor
     address: int
     """The address of `table`."""
+    stream: int
+    """The stream that fills it, whose launches read it."""
     overlaps: bool
     """True if memory that is written overlaps other memory of the call."""
-    scalars: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)
-    """By stream, the bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
+    scalars: tuple[list[int], Tensor] | None = None
+    """The bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
 
 class TritonExecutor(Recordable, Executor):
@@ -108,8 +110,6 @@ class TritonExecutor(Recordable, Executor):
         self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
         self.tables: list[PointerTable] = []
         self.tables_built = 0
-        self.stream = 0
-        """The stream of the last eager call."""
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
         self.seed = torch.zeros((), dtype=torch.int64, device=self.device)
         # Of a part without elements, another process has the other elements.
@@ -128,11 +128,11 @@ class TritonExecutor(Recordable, Executor):
                 for column, p in zip(columns, self.parameters, strict=True)
             ]
             addresses = None
-        is_capturing = self.is_capturing()
-        table = self._pointer_table(columns, addresses, is_capturing)
+        stream, is_capturing = current_stream(self.device), self.is_capturing()
+        table = self._pointer_table(columns, addresses, stream, is_capturing)
         if table.overlaps:
             return self.fallback.run(originals if self.copies else columns, numbers, prelude=prelude)
-        arenas = self.launch(table, columns, numbers, is_capturing, prelude)
+        arenas = self.launch(table, columns, numbers, stream, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -147,17 +147,15 @@ class TritonExecutor(Recordable, Executor):
         table: PointerTable,
         columns: Columns,
         numbers: Sequence[float],
+        stream: int,
         is_capturing: bool,
         prelude: Prelude | None = None,
     ) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns, after or with the prelude.
+        """Run the kernels on a pointer table, which is that of these columns and stream, after or with the prelude.
 
         Returns:
             The memory of the outputs.
         """
-        stream = current_stream(self.device)
-        if not is_capturing:
-            self.stream = stream
         hosts = [columns[i][0].item() for i in self.hosts]
         if is_capturing and (dynamic := current_scalars()) is not None:
             scalars = dynamic.allocate(self, numbers, hosts, self.device)
@@ -168,7 +166,8 @@ class TritonExecutor(Recordable, Executor):
         seed = torch.randint(2**62, (), device=self.device) if self.is_seeded else self.seed
         # A graph's own scalars live as long as this reference to them: their address alone would let arenas take their
         # memory.
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, self.stream, prelude)
+        workspace = None if is_capturing else stream
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, workspace, prelude)
         if not self.copies:
             self._increment_versions(columns)
         return arenas
@@ -182,11 +181,12 @@ class TritonExecutor(Recordable, Executor):
         """Return whether the executor can launch without a change of device."""
         return not self.is_cuda or self.device.index == torch.cuda.current_device()
 
-    def repeatable_table(self) -> PointerTable | None:
-        """The pointer table of the last eager launch, if that launch may be repeated without any other check."""
-        if self.copies or self.returns or not self.tables or self.tables[0].overlaps or self.is_capturing():
+    def repeatable_table(self, columns: Columns, addresses: Addresses) -> PointerTable | None:
+        """The pointer table of an eager launch with these columns, if that may be repeated without any other check."""
+        if self.copies or self.returns or self.is_capturing():
             return None
-        return self.tables[0]
+        table = self._known_table(self._addresses(columns, addresses), current_stream(self.device))
+        return None if table is None or table.overlaps else table
 
     def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Give the launch to a recording."""
@@ -220,35 +220,52 @@ class TritonExecutor(Recordable, Executor):
             return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
         return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
 
-    def _pointer_table(self, columns: Columns, known: Addresses | None, is_capturing: bool) -> PointerTable:
-        """The pointer table of these columns: an earlier one where no address has changed, else a new one."""
+    def _addresses(self, columns: Columns, known: Addresses | None) -> list[Sequence[object]]:
+        """The columns as a pointer table keeps them."""
         given = known or [None] * len(columns)
         addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
         for host in self.hosts:
             addresses[host] = []
-        for position, pointer_table in enumerate(self.tables):
-            if pointer_table.addresses == addresses:
-                # A guard returns the same list objects each time, and those compare by identity.
-                pointer_table.addresses = addresses
-                if position:
-                    self.tables.insert(0, self.tables.pop(position))
-                if is_capturing:
-                    graph_lifetime.keep_with_graph((self, pointer_table))
-                return pointer_table
+        return addresses
+
+    def _known_table(self, addresses: list[Sequence[object]], stream: int | None) -> PointerTable | None:
+        """The table of these addresses and this stream, if there is one; of any stream, if None is given."""
+        for table in self.tables:
+            if stream in (None, table.stream) and table.addresses == addresses:
+                return table
+        return None
+
+    def _pointer_table(
+        self, columns: Columns, known: Addresses | None, stream: int, is_capturing: bool
+    ) -> PointerTable:
+        """The pointer table of these columns: an earlier one where no address has changed, else a new one."""
+        addresses = self._addresses(columns, known)
+        found = self._known_table(addresses, None if is_capturing else stream)
+        if found is not None:
+            # A guard returns the same list objects each time, and those compare by identity.
+            found.addresses = addresses
+            if is_capturing:
+                graph_lifetime.keep_with_graph((self, found))
+            elif found is not self.tables[0]:
+                self._put_first(found)
+            return found
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
         overlaps = WrittenOverlap(self.trace.program.stores).check(columns)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(self._pointers(columns))
-        pointer_table = PointerTable(addresses, table, table.data_ptr(), overlaps)
+        pointer_table = PointerTable(addresses, table, table.data_ptr(), stream, overlaps)
         self.tables_built += 1
         if is_capturing:
             # The table is filled at replay, so no eager call may use it.
             graph_lifetime.keep_with_graph((self, pointer_table))
             return pointer_table
-        self.tables.insert(0, pointer_table)
-        del self.tables[self.MAX_TABLES :]
+        self._put_first(pointer_table)
         return pointer_table
+
+    def _put_first(self, table: PointerTable) -> None:
+        """Keep a table as the one that was used last. The list is a new one: other threads may be reading it."""
+        self.tables = [table, *(other for other in self.tables if other is not table)][: self.MAX_TABLES]
 
     def _pointers(self, columns: Columns) -> list[list[int]]:
         nowhere = [0] * self.grid.count
@@ -265,14 +282,14 @@ class TritonExecutor(Recordable, Executor):
         they stay current; one captured with other numbers has memory of its own for them.
         """
         values = bits(numbers, self.kinds)
-        known, scalars = table.scalars.get(self.stream, (None, None))
+        known, scalars = table.scalars or (None, None)
         if scalars is not None and known == values:
             return scalars
         fresh = to_device(np.asarray([*values, 0], dtype=np.int64), self.device)
         if is_capturing:
             return fresh
         scalars = fresh if scalars is None else scalars.copy_(fresh)
-        table.scalars[self.stream] = values, scalars
+        table.scalars = values, scalars
         return scalars
 
     def explain(self, columns: Columns) -> str:

@@ -86,14 +86,16 @@ class GradNormGrid:
         self.constants = (*kinds, ROUNDS, BLOCK)
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def workspace(self, key: int) -> tuple[Tensor, Tensor]:
-        """Partial sums, and the atomic counter, which launches leave at zero; one pair a stream."""
-        if key not in self._workspaces:
-            self._workspaces[key] = (
-                torch.empty(self.programs, dtype=torch.int64, device=self.device),
-                torch.zeros(1, dtype=torch.int32, device=self.device),
-            )
-        return self._workspaces[key]
+    def workspace(self, key: int | None) -> tuple[Tensor, Tensor]:
+        """Partial sums, and the atomic counter, which launches leave at zero; the key as of `launch.Grid.workspace`."""
+        known = self._workspaces.get(key) if key is not None else None
+        if known is not None:
+            return known
+        made = (
+            torch.empty(self.programs, dtype=torch.int64, device=self.device),
+            torch.zeros(1, dtype=torch.int32, device=self.device),
+        )
+        return made if key is None else self._workspaces.setdefault(key, made)
 
     def forget(self, key: int) -> None:
         """Free the workspace of this number."""
@@ -119,7 +121,7 @@ class GradNormGrid:
         seed: int,
         outputs: Sequence[Tensor],
         stream: int,
-        workspace: int,
+        workspace: int | None,
         prelude: object = None,
     ) -> None:
         """Compute the sum, on the current stream of the device.
@@ -137,11 +139,12 @@ class GradNormGrid:
 
         nothing = (None,) * 7
         with launching_on(self.device):
-            grad_norm[(self.programs,)](*self.arguments(table, workspace), *nothing, *self.constants, num_warps=WARPS)
+            own = self.workspace(workspace)
+            grad_norm[(self.programs,)](*self.arguments(table, own), *nothing, *self.constants, num_warps=WARPS)
 
-    def arguments(self, table: int, workspace: int) -> tuple[int, ...]:
-        """The first arguments of the kernel: the addresses and counts of the sum."""
-        partials, counter = self.workspace(workspace)
+    def arguments(self, table: int, workspace: tuple[Tensor, Tensor]) -> tuple[int, ...]:
+        """The first arguments of the kernel, whose caller keeps the workspace until the launch."""
+        partials, counter = workspace
         addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
         return (table, *addresses, self.count, self._chunk_count)
 
@@ -153,7 +156,8 @@ class FusedGradNorm:
     sweep: GradNormGrid
     table: Tensor | int
     """The result of `GradNormGrid.rows` on the device, or its address."""
-    workspace: int
+    workspace: int | None
+    """As of `GradNormGrid.launch`."""
 
     def launch(self) -> None:
         """Launch the sum by itself."""
@@ -173,8 +177,9 @@ class FusedGradNorm:
         from subtensors.kernels.fused.squares_kernel import grad_norm
 
         with launching_on(self.sweep.device):
+            own = self.sweep.workspace(self.workspace)
             grad_norm[(self.sweep.programs,)](
-                *self.sweep.arguments(self._address, self.workspace),
+                *self.sweep.arguments(self._address, own),
                 *(table, scalars, slots, seed, count, kernel.lanes, LANES),
                 *self.sweep.constants,
                 num_warps=WARPS,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -115,6 +116,31 @@ class TileMap:
         return TileMap(entries, entries.data_ptr(), first, total)
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that the kernels of a launch share; whoever passes its addresses on keeps it until the launch."""
+
+    slots: Tensor
+    partials: Tensor
+    """Partial results of chunks."""
+    counters: Tensor
+    """Atomic counters, which launches leave at zero."""
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """The addresses of the three."""
+        return [memory.data_ptr() for memory in (self.slots, self.partials, self.counters)]
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event of the copies made so far on the current stream; None in a capture, whose graph makes them."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Grid:
     """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
@@ -139,7 +165,7 @@ class Grid:
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
         self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
         self._launchers: dict[int, Launch] = {}
-        self._workspaces: dict[int, tuple[list[int], list[Tensor]]] = {}
+        self._workspaces: dict[int, Workspace] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -150,6 +176,7 @@ class Grid:
             self.rounds = ROUNDS if is_large else 1
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
+        self._ready = _event(device)
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
         self.offsets = np.cumsum(rounded) - rounded
         self.arena = int(rounded.sum())
@@ -162,20 +189,26 @@ class Grid:
         # Never 0, since kernels divide by them.
         return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
 
-    def workspace(self, key: int) -> list[int]:
-        """Addresses of slots, of partial results of chunks, and of atomic counters, which launches leave at zero.
+    def workspace(self, key: int | None) -> Workspace:
+        """Return the memory of launches that follow each other: those on one stream, or of one recording.
 
-        Launches on one stream follow each other and share them; those on several streams do not.
+        Args:
+            key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
+                launch, and what is zeroed in it is so only once it has run.
         """
-        known = self._workspaces.get(key)
+        known = self._workspaces.get(key) if key is not None else None
         if known is not None:
-            return known[0]
+            return known
+        if key is not None and self._ready is not None:  # the stream may be another one than that of the tiles
+            self._ready.wait()
         needed = self.kernels.slots * self.count, self.kernels.reductions * self.chunks.total
         slots, partials = (torch.empty(max(n, 1), dtype=torch.int64, device=self.device) for n in needed)
-        counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=self.device)
-        buffers = [slots, partials, counters]
-        self._workspaces[key] = addresses, _ = [b.data_ptr() for b in buffers], buffers
-        return addresses
+        # Where nothing is reduced, nothing is counted: a graph needs no node for it.
+        make = torch.zeros if self.kernels.reductions else torch.empty
+        counters = make(max(self.count, 1), dtype=torch.int32, device=self.device)
+        made = Workspace(slots, partials, counters)
+        # Another thread may have made it meanwhile, and launch with that.
+        return made if key is None else self._workspaces.setdefault(key, made)
 
     def forget(self, key: int) -> None:
         """Free the workspace of this number."""
@@ -215,7 +248,7 @@ class Grid:
         seed: int,
         outputs: Sequence[Tensor],
         stream: int,
-        workspace: int,
+        workspace: int | None,
         prelude: Prelude | None = None,
     ) -> None:
         """Run every kernel of the program once.
@@ -229,7 +262,8 @@ class Grid:
             workspace: which workspace to use; launches that may run at the same time want different ones.
             prelude: a launch to make before.
         """
-        rest = (scalars, *self.workspace(workspace), seed, self.count, self.chunks.total)
+        own = self.workspace(workspace)
+        rest = (scalars, *own.addresses, seed, self.count, self.chunks.total)
         for number, kernel in enumerate(self.kernels.kernels):
             tile_map, constants = self._tile_map(kernel)
             arenas = [outputs[k] for k in kernel.segment.outputs]
@@ -246,7 +280,7 @@ class Grid:
             else:
                 self._first_launch(number, kernel, arguments)
             if self.exchange is not None:
-                self._exchange(self.exchange, kernel, workspace)
+                self._exchange(self.exchange, kernel, own.slots)
 
     def _tile_map(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
         """Return the tile map that a kernel sweeps over, and the constants that it is compiled for."""
@@ -266,9 +300,8 @@ class Grid:
         arguments = (*addresses, self.count, self.chunks.total, *outputs, *constants)
         kernel.run.warmup(*arguments, grid=(1,), num_warps=self.kernels.tiling.warps, **self._options)
 
-    def _exchange(self, exchange: Exchange, kernel: Kernel, workspace: int) -> None:
+    def _exchange(self, exchange: Exchange, kernel: Kernel, slots: Tensor) -> None:
         """Combine the reductions of this sweep with those of other processes."""
-        slots = self._workspaces[workspace][1][0]
         for slot, value in kernel.segment.reductions.items():
             step = self.kernels.program.value(value)
             assert isinstance(step, Instruction)

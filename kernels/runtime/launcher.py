@@ -72,6 +72,11 @@ def current_stream(device: torch.device) -> int:
     return _raw_stream(device.index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether work on a device is being captured into a CUDA graph, on the current stream, rather than run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """A context in which work goes to this stream, and the stream's device is the current one.

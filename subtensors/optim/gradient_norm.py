@@ -24,7 +24,7 @@ from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
-from subtensors.kernels.runtime.launcher import current_stream
+from subtensors.kernels.runtime.launcher import current_stream, is_capturing
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 
@@ -87,7 +87,9 @@ class GradientNorm:
         if has_kernel and all(g.dtype in DTYPES for g in tensors):
             sweep = self._sweeps.get(part)
             if sweep is None or not sweep.fits(batches, tensors, total):
-                sweep = self._sweeps[part] = _Sweep(batches, tensors, total)
+                sweep = _Sweep(batches, tensors, total)
+                if not is_capturing(device):  # the graph fills its chunks at replay
+                    self._sweeps[part] = sweep
             prelude = sweep.prepare(tensors, is_followed and sharding is None)
             if is_followed and sharding is None:
                 return prelude
@@ -113,8 +115,6 @@ class _Sweep(Recordable):
         self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
         self._guard: AddressSnapshot | None = None
         self._table = total
-        self._stream = 0
-        """The stream of the last eager call."""
         self._is_followed = False
         self._copies: list[Tensor] = []
         """Copies that the next launch reads."""
@@ -136,20 +136,17 @@ class _Sweep(Recordable):
                 raise NotRecordable("a gradient that does not fill its memory is copied")
             recording.launch(self, [own], [])
             return None
-        is_cuda = self.device.type == "cuda"
-        is_capturing = is_cuda and torch.cuda.is_current_stream_capturing()
         guard, table = self._guard, self._table
         if guard is None or not guard.matches(own):
             guard = AddressSnapshot(own, with_layout=False)
             table = to_device(self.grid.rows([guard.addresses]), self.device)
         self._copies = [g for g, given in zip(own, gradients, strict=True) if g is not given]
-        if is_capturing:
+        if is_capturing(self.device):
             # The graph fills a table of its own at replay, so no eager call may use that.
             graph_lifetime.keep_with_graph((self.grid, table, self._copies))
-        else:
-            self._guard, self._table = guard, table
-            self._stream = current_stream(self.device)
-        return FusedGradNorm(self.grid, table, self._stream)
+            return FusedGradNorm(self.grid, table, None)
+        self._guard, self._table = guard, table
+        return FusedGradNorm(self.grid, table, current_stream(self.device))
 
 
 def _total(totals: dict[K, Tensor], key: K, device: torch.device) -> Tensor:
