@@ -159,6 +159,8 @@ class DynamicScalars:
         """Set by the caller before each call: identifies the call's numbers in `set`."""
         self._launches: list[LaunchScalars] = []
         self._buffers: list[WordBuffer] = []
+        self._unwaited: list[torch.cuda.Stream] = []
+        """The streams that new buffers were allocated on."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -184,8 +186,11 @@ class DynamicScalars:
         buffer = self._buffers[-1] if self._buffers else None
         if buffer is None or buffer.on_device.device != device or buffer.used + launch.size > len(buffer.host):
             # Outside of the graph's pool: the allocator uses that for the captured stream, and not for other streams.
-            with torch.cuda.stream(torch.cuda.default_stream(device) if device.type == "cuda" else None):
+            stream = torch.cuda.default_stream(device) if device.type == "cuda" else None
+            with torch.cuda.stream(stream):
                 buffer = WordBuffer(max(launch.size, _BLOCK_WORDS), device)
+            if stream is not None:
+                self._unwaited.append(stream)
             self._buffers.append(buffer)
         launch.place(buffer, buffer.used)
         buffer.used += launch.size
@@ -200,6 +205,8 @@ class DynamicScalars:
 
     def upload(self) -> None:
         """Copy the scalars that changed to the device, on the current stream."""
+        while self._unwaited:  # what had the memory before may still be written on that stream
+            torch.cuda.current_stream(self._unwaited[-1].device).wait_stream(self._unwaited.pop())
         for buffer in self._buffers:
             if buffer.changed[1]:
                 buffer.upload()

@@ -38,6 +38,7 @@ from subtensors.dispatch.graphs.dynamic_scalars import (
     WordBuffer,
     Words,
 )
+from subtensors.dispatch.graphs.pool import unshared_stream
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.fused.grad_norm import GradNormGrid
 from subtensors.kernels.fused.launch import Grid, Prelude
@@ -71,7 +72,7 @@ class CudaTape:
 
     def record(self, calls: Callable[[], object]) -> None:
         """Capture the calls on a stream of their own; other threads may go on using the device."""
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(self.device), unshared_stream(self.device)
         side.wait_stream(current)
         pool = torch.cuda.graph_pool_handle()
         with deferred_finalizers.no_gc_during_capture(), on_stream(side):
@@ -87,6 +88,8 @@ class CudaTape:
 
     def reset(self) -> None:
         """Destroy the graph; this would invalidate a capture that is under way."""
+        if self.has_ops:  # which work in the graph's memory
+            torch.cuda.synchronize(self.device)
         capture.destroy(self.graph)
 
 

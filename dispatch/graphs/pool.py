@@ -47,14 +47,17 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _unshared_stream(device)
+        self.stream = unshared_stream(device)
         _pools.add(self)
-        self._last: torch.cuda.Stream = torch.cuda.current_stream(device)
+        self._last: list[torch.cuda.Stream] = [torch.cuda.current_stream(device)]
+        """The stream of the last replay or first run, which the finalizer knows, too."""
         self._last_number = current_stream(device)
         self._handle: capture_module.PoolHandle | None = None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         deferred_finalizers.watch(device)
-        weakref.finalize(self, deferred_finalizers.run_or_defer, partial(_reset, self.graphs)).atexit = False
+        weakref.finalize(
+            self, deferred_finalizers.run_or_defer, partial(_reset, self.graphs, self._last)
+        ).atexit = False
 
     def run(self, program: Callable[[], T]) -> T:
         """Run a program on the pool's stream before its capture: libraries initialize then, outside of the pool."""
@@ -122,19 +125,19 @@ class GraphPool:
         with on_stream(self.stream):
             is_stuck = torch.cuda.is_current_stream_capturing()
         if is_stuck:
-            self.stream = _unshared_stream(self.device)
+            self.stream = unshared_stream(self.device)
 
     def wait_for_last_replay(self) -> None:
-        """Make the current stream wait for the last replay, if that was on another stream."""
+        """Make the current stream wait for the last replay or first run, if that was on another; it is the next one."""
         number = current_stream(self.device)
         if number != self._last_number:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._last)
-            self._last, self._last_number = current, number
+            current.wait_stream(self._last[0])
+            self._last[0], self._last_number = current, number
 
     def drop(self, graph: torch.cuda.CUDAGraph) -> None:
         """Destroy a graph, after its last replay; with the last graph the pool's memory is freed."""
-        self._last.synchronize()
+        self._last[0].synchronize()
         capture_module.destroy(graph)
         self.graphs.remove(graph)
         self._forget_handle_if_empty()
@@ -156,7 +159,7 @@ class GraphPool:
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 
 
-def _unshared_stream(device: torch.device) -> torch.cuda.Stream:
+def unshared_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream of no other pool, if there is one: graphs of one stream write to the same workspaces."""
     taken = {pool.stream.cuda_stream for pool in [*_pools] if pool.device == device}
     for _ in range(deferred_finalizers.STREAMS_PER_PRIORITY):
@@ -166,7 +169,8 @@ def _unshared_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _reset(graphs: list[torch.cuda.CUDAGraph]) -> None:
+def _reset(graphs: list[torch.cuda.CUDAGraph], last: list[torch.cuda.Stream]) -> None:
+    last[0].synchronize()
     for graph in graphs:
         capture_module.destroy(graph)
     graphs.clear()

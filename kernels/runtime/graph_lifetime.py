@@ -12,6 +12,7 @@ import ctypes
 import logging
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
+from threading import RLock
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ _SEMAPHORE_BYTES = 64
 # cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, CU_GRAPH_USER_OBJECT_MOVE.
 _NO_DESTRUCTOR_SYNC, _MOVE = 1, 1
 
+_changing = RLock()
 _kept: list[tuple[int, object]] = []
 """Objects in use by a graph, each with the semaphore that the graph's end posts."""
 _unused: list[object] = []
@@ -55,18 +57,22 @@ def keep_with_graph(memory: object) -> None:
     Args:
         memory: tensors, or an object that refers to them.
     """
-    dead = [semaphore for semaphore, _ in _kept if _is_posted(semaphore)]
-    if dead:
-        _unused.extend(entry[1] for entry in _kept if entry[0] in dead)
-        _kept[:] = [entry for entry in _kept if entry[0] not in dead]
-        for semaphore in dead:
-            _c_library().free(semaphore)
-    _kept.append((_new_semaphore(), memory))
+    with _changing:
+        dead = [semaphore for semaphore, _ in _kept if _is_posted(semaphore)]
+        if dead:
+            _unused.extend(entry[1] for entry in _kept if entry[0] in dead)
+            _kept[:] = [entry for entry in _kept if entry[0] not in dead]
+            for semaphore in dead:
+                _c_library().free(semaphore)
+        _kept.append((_new_semaphore(), memory))
 
 
 def drop_unused() -> None:
     """Drop the objects of graphs that were found dead; nothing may be captured during the call."""
-    _unused.clear()
+    with _changing:
+        unused = _unused[:]
+        _unused.clear()
+    del unused  # whose finalizers may come back here
 
 
 def kept_count() -> int:

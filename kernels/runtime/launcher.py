@@ -212,8 +212,8 @@ class CachedLauncher:
                 self._pending[key] = compile_async(lambda: self._compile(device, like, constants))
                 requests.futures.append(self._pending[key])
             raise CompilePending
-        if compiled is None and key in self._pending:
-            compiled = self._pending.pop(key).result()
+        if compiled is None and (pending := self._pending.pop(key, None)) is not None:
+            compiled = pending.result()
         is_launched = compiled is None
         if compiled is None:
             wait_for_triton()

@@ -140,6 +140,8 @@ class GraphCache:
 
         If it can't be captured, the bucket's `no_graph_reason` says why.
         """
+        if bucket.pool is not None:
+            bucket.pool.wait_for_last_replay()
         if change := self.state.guard.first_change():
             self.drop_stale(change)
         try:

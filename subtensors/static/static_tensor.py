@@ -188,7 +188,7 @@ def check_can_be_static(t: object) -> None:
 
 
 def fixed_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """Allocate memory that torch cannot resize.
+    """Allocate memory that torch cannot resize, unless it is pinned.
 
     Args:
         size: bytes.
@@ -203,6 +203,8 @@ def fixed_memory(size: int, device: torch.device, pinned: bool = False) -> Tenso
     """
     refuse_capture(device)
     raw = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+    if pinned:  # torch has to know the memory whose copies are under way, to reuse it after them
+        return raw
     return tensor_from_address(raw.data_ptr(), size, raw.device, raw)
 
 

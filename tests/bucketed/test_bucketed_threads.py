@@ -64,3 +64,21 @@ def test_threads_accumulate_gradients_through_one_runner(device: str) -> None:
     for x in itertools.chain.from_iterable(batches):
         alone(x).square().sum().backward()
     assert_same([p.grad for p in own.parameters()], [p.grad for p in alone.parameters()])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_first_call_on_one_stream_is_over_before_a_call_on_another_writes_its_inputs() -> None:
+    own = net("cuda")
+    run, side = st.bucketed(own, {"input": DIMS["x"]}, check=False), torch.cuda.Stream()
+    first, second = rows(5, "cuda"), rows(6, "cuda")
+    with torch.no_grad():
+        expected = own(first), own(second)
+        run(rows(30, "cuda"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1 << 28)
+            found = run(first)
+        again = run(second)
+        torch.cuda.synchronize()
+    assert_same((found, again), expected)

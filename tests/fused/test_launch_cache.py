@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,10 +13,6 @@ from torch import Tensor
 
 import subtensors as st
 from subtensors.dispatch.fused.fused_function import FusedFunction
-from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.dispatch.fused.triton_executor import TritonExecutor
-from subtensors.kernels.fused.launch import Grid
-from subtensors.kernels.runtime import graph_lifetime
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
@@ -178,30 +173,3 @@ def test_a_released_parameter_is_refused_in_a_repeated_step(lowering: Lowering) 
             optimizer.step()
         arena.restore()
         optimizer.step()
-
-
-def test_the_scalars_of_a_graph_have_their_memory_until_the_launch(
-    device: str, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An address alone would let the outputs of the same call take that memory, from the graph's pool."""
-    made: list[weakref.ref[Tensor]] = []
-    alive: list[bool] = []
-
-    def remembered(self: TritonExecutor, *args: Any) -> Tensor:
-        scalars = scalars_of(self, *args)
-        made.append(weakref.ref(scalars))
-        return scalars
-
-    def launched(self: Grid, *args: Any) -> None:
-        alive.append(made[-1]() is not None)
-        launch(self, *args)
-
-    scalars_of, launch = TritonExecutor._scalars, Grid.launch
-    monkeypatch.setattr(TritonExecutor, "_scalars", remembered)
-    monkeypatch.setattr(TritonExecutor, "is_capturing", lambda self: True)
-    monkeypatch.setattr(graph_lifetime, "keep_with_graph", lambda memory: None)
-    monkeypatch.setattr(Grid, "launch", launched)
-    p = TensorColumn([torch.ones(5, device=device)])
-    FusedFunction(lambda p, n: p.add_(n))(p, 2.0)
-    assert alive == [True]
-    assert p[0].tolist() == [3.0] * 5
