@@ -143,7 +143,7 @@ def _promise_holder(column: Sequence[Tensor]) -> TensorColumn | None:
 
 
 class WrittenOverlap:
-    """Whether columns of one layout overlap in memory that is written, found again where an address has changed.
+    """The check that columns of one layout do not overlap in memory that is written, made where an address changed.
 
     Memory ranges, sorted by start, form clusters of ranges that overlap; in a cluster of several ranges with a written
     one among them, the order of the writes matters.

@@ -25,9 +25,9 @@ from subtensors.bucketed.reachable_state import ReachableState
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.dispatch.graphs.guards import TensorSnapshot, ValueSnapshot, are_same, exact, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
-from subtensors.optim.accumulation import accumulates
 from subtensors.optim.captured_step import step_signature
 from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.step import accumulates
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module holds its hooks."""

@@ -23,11 +23,6 @@ Group = dict[str, Any]
 Groups = Sequence[Group]
 
 
-def accumulates(groups: Groups) -> bool:
-    """Return whether some calls of `step` only count a pass."""
-    return groups[0].get("accumulate", 1) != 1 or PASSES in groups[0]
-
-
 def is_underway(groups: Groups) -> bool:
     """Return whether the current gradients are left for a later call of `step` to update with."""
     return bool(groups[0].get(PASSES))

@@ -40,7 +40,7 @@ from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_
 from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
 from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
-from subtensors.optim.step import StepFunction, Updater, with_hooks
+from subtensors.optim.step import StepFunction, Updater, accumulates, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
@@ -219,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
             closure is None
             and self._capture is not None
             and type(self.state) is States
-            and not accumulation.accumulates(self.param_groups)
+            and not accumulates(self.param_groups)
             and self._capture.try_fast_replay(self)
         ):
             return None
@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self.state and is_checkpoint_step(self.param_groups):
             make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
             self._is_provisional = True
-        elif accumulation.accumulates(self.param_groups):
+        elif accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()

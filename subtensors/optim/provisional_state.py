@@ -11,8 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
-from subtensors.optim.accumulation import GRADIENT, Groups, accumulates
+from subtensors.optim.accumulation import GRADIENT, Groups
 from subtensors.optim.state import StateFactory
+from subtensors.optim.step import accumulates
 
 
 def is_checkpoint_step(groups: Groups) -> bool:

@@ -7,7 +7,7 @@ gradients of the groups -> batches, as of the last step unless something changed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,7 @@ from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
-from subtensors.optim.options import IN_STEP, ParamGroup
+from subtensors.optim.options import IN_STEP, PASSES, ParamGroup
 from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
 from subtensors.optim.versions import States
@@ -56,6 +56,11 @@ def with_hooks(step: Step) -> Step:
     hooked.hooked = True  # type: ignore[attr-defined]
     dynamo.call_eagerly(hooked, "a step runs its own kernels, which there is nothing to make faster of")
     return hooked  # type: ignore[return-value]
+
+
+def accumulates(groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether some calls of `step` only count a pass over gradients: see `accumulation`."""
+    return groups[0].get("accumulate", 1) != 1 or PASSES in groups[0]
 
 
 class StepFunction(Protocol):
