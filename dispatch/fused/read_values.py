@@ -22,6 +22,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from inspect import getattr_static
 from numbers import Number
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
@@ -141,7 +142,7 @@ def _comparable(value: object) -> object:
         return "method"
     if isinstance(value, _NAMESPACES) or hasattr(value, "tobytes"):
         return type(value)
-    if isinstance(value, type | types.BuiltinFunctionType) or _is_library(type(value).__module__):
+    if isinstance(value, type | types.BuiltinFunctionType) or is_library(type(value).__module__):
         return _Same(value)
     return type(value)
 
@@ -202,10 +203,9 @@ class _Walk:
                 for part in (value.func, value.args, value.keywords):
                     self._visit(name, part, is_root and part is value.func)
             case property() | classmethod() | staticmethod() | functools.cached_property():
-                parts = (getattr(value, part, None) for part in ("fget", "__func__", "func"))
-                self._visit(name, next(filter(None, parts), None))
+                self._visit(name, function_of(value))
             case types.ModuleType():
-                if not _is_library(value.__name__):
+                if not is_library(value.__name__):
                     found = [n for n in vars(value) if n in self.names and not n.startswith("__")]
                     self._watch_items(vars(value), found, f"{name}.", length=False)
             case type():
@@ -223,12 +223,12 @@ class _Walk:
 
     def _visit_function(self, name: str, function: types.FunctionType, is_root: bool) -> None:
         code, cells = function.__code__, function.__closure__ or ()
-        if _is_library(function.__module__):
+        if is_library(function.__module__):
             # A library keeps no values of the user's, but what it was given is in its closure.
             self._todo += [(name, cell.cell_contents) for cell in cells if is_root and _is_filled(cell)]
             return
         self.codes.append(code)
-        self.names |= _names_in(code)
+        self.names |= names_in(code)
         filled = [(cell, free) for cell, free in zip(cells, code.co_freevars, strict=True) if _is_filled(cell)]
         if filled:
             self._watch(lambda: [cell.cell_contents for cell, _ in filled], [free for _, free in filled])
@@ -265,7 +265,7 @@ class _Walk:
 
     def _visit_class(self, name: str, kind: type) -> None:
         for owner in kind.__mro__:
-            if _is_library(owner.__module__):
+            if is_library(owner.__module__):
                 continue
             own = {n: x for n, x in vars(owner).items() if n in self.names or _is_arithmetic(n, x)}
             self._watch_items(vars(owner), list(own), f"{owner.__name__}.", length=True)
@@ -280,20 +280,19 @@ class _Walk:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             found = [n for n in attributes if n in self.names]
-            if found or not _is_library(kind.__module__):
+            if found or not is_library(kind.__module__):
                 self._watch_items(attributes, found, f"{name}.", length=True)
-        slots = [n for n in self.names if isinstance(_static(kind, n), types.MemberDescriptorType)]
-        slots = sorted(n for n in slots if hasattr(value, n))
-        if slots:
+        members = [n for n in self.names if isinstance(getattr_static(kind, n, None), types.MemberDescriptorType)]
+        if slots := sorted(n for n in members if hasattr(value, n)):
             get = attrgetter(*slots, slots[0])
             self._watch(functools.partial(get, value), [f"{name}.{n}" for n in slots])
-        if not _is_library(kind.__module__):
+        if not is_library(kind.__module__):
             self._visit(f"{name}.__class__", kind)
 
 
-def _static(kind: type, name: str) -> object:
-    """The attribute of a class as its own dict holds it; None if there is none."""
-    return next((vars(owner)[name] for owner in kind.__mro__ if name in vars(owner)), None)
+def function_of(x: object) -> object:
+    """Return the function that a property, class method, static method or cached property holds; None if none."""
+    return next(filter(None, (getattr(x, part, None) for part in ("fget", "__func__", "func"))), None)
 
 
 def _is_arithmetic(name: str, value: object) -> bool:
@@ -315,10 +314,10 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """The names in a function's code and in the functions that it defines, and strings that `getattr` may take."""
     words = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-    return frozenset(code.co_names).union(words, *map(_names_in, _inner(code)))
+    return frozenset(code.co_names).union(words, *map(names_in, _inner(code)))
 
 
 @functools.cache
@@ -336,7 +335,7 @@ def _lines_with_names(code: types.CodeType) -> Iterator[tuple[int, object]]:
 
 
 @functools.cache
-def _is_library(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
     """Return whether a module belongs to Python, torch or another library that holds no values of the user's."""
     name = str(module).partition(".")[0]
     if name in _PACKAGES:

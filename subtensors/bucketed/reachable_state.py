@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from subtensors.dispatch.fused.read_values import function_of, is_library, names_in
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -41,8 +41,6 @@ MAX_CONTAINER_LENGTH = 1000
 _WITHOUT_ATTRIBUTES = (Tensor, torch.optim.Optimizer, types.ModuleType, types.FunctionType, functools.partial)
 """Kinds of objects whose plain attributes are not watched; those of optimizers are, by `Optimizers`."""
 
-_LIBRARIES = frozenset({"torch", "numpy", "triton", "subtensors", *sys.stdlib_module_names})
-"""Packages that hold no state of programs."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has, such as its parameters, buffers and submodules, which `StateGuard` watches."""
 
@@ -167,11 +165,11 @@ def _parts(x: object) -> Iterator[tuple[Location | None, object]]:
 
 def _function_parts(f: types.FunctionType) -> Iterator[tuple[Location | None, object]]:
     """Yield what a function's code may name in its file and in others, its attributes, closure and defaults."""
-    if not _is_of_library(f.__module__):
-        names = _names_in(f.__code__)
+    if not is_library(f.__module__):
+        names = names_in(f.__code__)
         yield from _items(f.__globals__, names)
         files = [x for x in map(f.__globals__.get, names) if isinstance(x, types.ModuleType)]
-        for file in [x for x in files if not _is_of_library(x.__name__)]:
+        for file in [x for x in files if not is_library(x.__name__)]:
             yield from _items(vars(file), names)
     yield from _items(vars(f))
     for cell in f.__closure__ or ():
@@ -224,26 +222,15 @@ def _names_used(values: Iterable[object]) -> tuple[set[str], set[types.FunctionT
     kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
     names, seen = {"__call__", "forward"}, set[types.FunctionType]()
     while True:
-        names = names.union(*[_names_in(inspect.unwrap(function).__code__) for function in todo])
+        names = names.union(*[names_in(inspect.unwrap(function).__code__) for function in todo])
         seen |= todo
         helpers = [value for function in todo for _, value in _parts(function)]
-        found = [f for f in helpers if not _is_of_library(getattr(f, "__module__", None))]
+        found = [f for f in helpers if not is_library(getattr(f, "__module__", None))]
         for x in [x for kind in kinds for name, x in vars(kind).items() if name in names]:
-            found += [x, *[getattr(x, inner, None) for inner in ("fget", "func", "__func__")]]
+            found += [x, function_of(x)]
         todo = {f for f in found if isinstance(f, types.FunctionType)} - seen
         if not todo:
             return names, seen
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names and strings in a function's code, and in the code of the functions that it defines."""
-    inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
-    return {*code.co_names, *[x for x in code.co_consts if isinstance(x, str)]}.union(*inner)
-
-
-def _is_of_library(name: str | None) -> bool:
-    """Return whether a Python module belongs to a library, which holds no state of programs."""
-    return str(name).partition(".")[0] in _LIBRARIES
 
 
 def _is_result(x: object) -> bool:

@@ -163,9 +163,10 @@ class ListStep:
         return self._values.key
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
-        """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
-        if prelude is not None:
-            prelude.launch()
+        """Take one step; for DTensors on the full tensors, of which each process then keeps its part.
+
+        Nothing is left for it to launch before: only a fused function is given the norm of gradients as a prelude.
+        """
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
