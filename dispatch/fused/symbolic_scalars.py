@@ -34,6 +34,16 @@ _BINARY = {
 _DIVISIONS = ("truediv", "float_truediv", "int_truediv")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _ROUNDINGS = ("floor", "ceil", "trunc")
+_KINDS = {"is_int": int, "is_float": float, "is_bool": bool}
+_ANSWERS = {
+    # There is no value, and nothing is known of one; an op checks its numbers itself when it runs.
+    **dict.fromkeys(("expect_true", "is_symbolic"), True),
+    **dict.fromkeys(("statically_known_true", "is_constant", "is_nested_int", "has_hint"), False),
+    **dict.fromkeys(("maybe_as_int", "maybe_as_float", "maybe_as_bool", "nested_int"), None),
+}
+_DECISIONS = (
+    "guard_int guard_float guard_bool guard_size_oblivious int_ bool_ evaluate guard_or_false guard_or_true".split()
+)
 _FUNCTIONS = "sqrt cos cosh sin sinh tan tanh asin acos atan log2 exp".split()
 
 
@@ -51,8 +61,14 @@ class RecordedNumber:
         self.floored = floored
         """`a // b` as text, for `a / b` and its floor: torch writes the former as `float(floor(a / b))`."""
 
-    def __getattr__(self, name: str) -> Callable[..., RecordedNumber]:
-        """The operation of this name, which torch asks for: a method that records it."""
+    def __getattr__(self, name: str) -> Callable[..., RecordedNumber | bool | None]:
+        """The operation of this name, which torch asks for: a method that records it, or answers for all numbers."""
+        if name in _KINDS:
+            return lambda: self.kind is _KINDS[name]
+        if name in _ANSWERS:
+            return lambda *_: _ANSWERS[name]
+        if name in _DECISIONS:
+            return self._refuse
         if name in _UNARY:
             return lambda: RecordedNumber(_UNARY[name].format(self.text), self.kind)
         if name in _BINARY:
@@ -95,57 +111,18 @@ class RecordedNumber:
         """Record `not`."""
         return RecordedNumber(f"(not {self.text})", bool)
 
-    def wrap_int(self, number: int) -> RecordedNumber:
-        """The node of a plain number."""
-        return RecordedNumber(repr(number), int)
-
     def wrap_float(self, number: float) -> RecordedNumber:
-        """The node of a plain number."""
+        """The node of a plain float."""
         return RecordedNumber(f"float('{number!r}')" if not math.isfinite(number) else repr(number), float)
 
-    def wrap_bool(self, flag: bool) -> RecordedNumber:
-        """The node of a plain bool."""
-        return RecordedNumber(repr(flag), bool)
+    def wrap_int(self, number: int) -> RecordedNumber:
+        """The node of a plain int or bool."""
+        return RecordedNumber(repr(number), bool if isinstance(number, bool) else int)
+
+    wrap_bool = wrap_int
 
     def _refuse(self, *_: object) -> bool:
         raise ValueNeeded(f"the value of {self.text}")
-
-    guard_int = guard_float = guard_bool = guard_size_oblivious = int_ = bool_ = evaluate = _refuse
-    guard_or_false = guard_or_true = _refuse
-
-    def expect_true(self, *_: object) -> bool:
-        """Return True: the op itself checks its numbers when it runs."""
-        return True
-
-    def statically_known_true(self, *_: object) -> bool:
-        """Return False: nothing is known of a value."""
-        return False
-
-    def is_int(self) -> bool:
-        """Return whether the value is an int."""
-        return self.kind is int
-
-    def is_float(self) -> bool:
-        """Return whether the value is a float."""
-        return self.kind is float
-
-    def is_bool(self) -> bool:
-        """Return whether the value is a bool."""
-        return self.kind is bool
-
-    def _no(self) -> bool:
-        return False
-
-    is_constant = is_nested_int = has_hint = _no
-
-    def is_symbolic(self) -> bool:
-        """Return True: there is no value."""
-        return True
-
-    def _nothing(self) -> None:
-        return None
-
-    maybe_as_int = maybe_as_float = maybe_as_bool = nested_int = _nothing
 
     @property
     def pytype(self) -> type:

@@ -36,7 +36,7 @@ from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.compiled import CompileCache, CompileOptions
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.side_effects import RngState, rollback_on_error
+from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.byte_sizes import format_bytes
@@ -201,7 +201,7 @@ class GraphCache:
         bucket.allocate()
         writes, rng_state = Writes(self.state.guard.distinct_tensors), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
-        with rollback_on_error(self.state, bucket.callers_tensors(), bucket.device):
+        with rolled_back(Snapshot(self.state, [bucket.device], [], bucket.callers_tensors()), only_on_error=True):
             result = bucket.first_run(self.state, spec, leaves)
         self._note_writes(writes)
         self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))

@@ -56,7 +56,7 @@ from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reports import Reports
-from subtensors.bucketed.side_effects import restore_all
+from subtensors.bucketed.side_effects import Snapshot, rolled_back
 from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.guards import why_not_replayable
@@ -279,7 +279,8 @@ class Bucketed(Reports, Generic[P, R]):
             self.state.guard.check_resident()
             given, _ = flatten(args, kwargs)
             in_place = [x for x in given if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
-            with restore_all(self.state, list(callers_tensors(in_place)), devices):
+            extra = [*callers_tensors(in_place), *self.state.tensors()]
+            with rolled_back(Snapshot(self.state, devices, self.state.buffers(), extra)):
                 for leaves, own_args, own_kwargs in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm_up(leaves, own_args, own_kwargs)
         return self

@@ -1,7 +1,7 @@
 """The side effects of a program: what a run may write to is noted, undone, or repeated by replays.
 
-`Snapshot` is of all that a run may write to: random generators, tensors, gradients, and optimizers. Three contexts
-restore it: `restore_state` and `restore_all` always, `rollback_on_error` if the run raises.
+`Snapshot` is of all that a run may write to: random generators, tensors, gradients, and optimizers. The context
+`rolled_back` restores it, always or if the run raises; `restore_state` restores buffers and random generators alone.
 
 Note [Gradients of captured programs]
 A program may call `backward` and step an optimizer even if no result of it requires grad. Its graph writes in place to
@@ -114,38 +114,21 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
 
 
 @contextmanager
-def restore_all(state: State, extra: Iterable[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context that restores on exit all that a program may write to, also in a whole training step.
+def rolled_back(before: Snapshot, only_on_error: bool = False) -> Iterator[None]:
+    """A context that restores a snapshot of all that a program may write to, also in a whole training step.
 
     Args:
-        state: the state of the program.
-        extra: further tensors that the run may write to.
-        devices: the devices on which it runs, besides those of its state.
+        before: the snapshot.
+        only_on_error: keep what is written unless the context raises, so that the run can be repeated otherwise.
     """
-    before = Snapshot(state, devices, state.buffers(), [*extra, *state.tensors()])
+    has_ended = False
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
+        has_ended = True
     finally:
-        before.restore()
-
-
-@contextmanager
-def rollback_on_error(state: State, extra: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """A context that restores all that a run may write to if the run raises, so that it can be repeated otherwise.
-
-    Args:
-        state: the state of the program.
-        extra: further tensors that the run may write to.
-        device: the device on which it runs, besides the CPU.
-    """
-    before = Snapshot(state, [device], [], extra)
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    except BaseException:
-        before.restore()
-        raise
+        if not (only_on_error and has_ended):
+            before.restore()
 
 
 class Snapshot:
