@@ -225,11 +225,11 @@ class _Walk:
         code, cells = function.__code__, function.__closure__ or ()
         if is_library(function.__module__):
             # A library keeps no values of the user's, but what it was given is in its closure.
-            self._todo += [(name, cell.cell_contents) for cell in cells if is_root and _is_filled(cell)]
+            self._todo += [(name, cell.cell_contents) for cell in cells if is_root and is_filled(cell)]
             return
         self.codes.append(code)
         self.names |= names_in(code)
-        filled = [(cell, free) for cell, free in zip(cells, code.co_freevars, strict=True) if _is_filled(cell)]
+        filled = [(cell, free) for cell, free in zip(cells, code.co_freevars, strict=True) if is_filled(cell)]
         if filled:
             self._watch(lambda: [cell.cell_contents for cell, _ in filled], [free for _, free in filled])
         values = function.__globals__
@@ -300,7 +300,7 @@ def _is_arithmetic(name: str, value: object) -> bool:
     return name.startswith("__") and name not in _NOT_MATH and isinstance(value, _DESCRIPTORS)
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
     """Return whether a closure cell holds anything yet."""
     try:
         cell.cell_contents  # noqa: B018

@@ -93,6 +93,7 @@ class TritonExecutor(Recordable, Executor):
         host_kinds = [float if self.parameters[i].dtype.is_floating_point else int for i in self.hosts]
         self.kinds = [*trace.program.scalars, *host_kinds]
         stored = trace.program.stores
+        self.overlap = WrittenOverlap(stored)
         self.scalars = trace.scalars
         self.is_seeded = kernels.is_seeded
         written = [self.parameters[i] for i in stored]
@@ -192,7 +193,7 @@ class TritonExecutor(Recordable, Executor):
         """Give the launch to a recording."""
         if self.copies:
             raise NotRecordable(self.reason)
-        if WrittenOverlap(self.trace.program.stores).check(columns):
+        if self.overlap.check(columns):
             raise NotRecordable(self.fallback.reason)
         return self._results(columns, recording.launch(self, columns, numbers))
 
@@ -250,7 +251,7 @@ class TritonExecutor(Recordable, Executor):
                 self._put_first(found)
             return found
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        overlaps = WrittenOverlap(self.trace.program.stores).check(columns)
+        overlaps = self.overlap.check(columns)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(self._pointers(columns))
@@ -294,7 +295,7 @@ class TritonExecutor(Recordable, Executor):
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""
-        if not self.copies and WrittenOverlap(self.trace.program.stores).check(columns):
+        if not self.copies and self.overlap.check(columns):
             return self.fallback.describe()
         pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())

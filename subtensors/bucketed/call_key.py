@@ -24,6 +24,7 @@ from subtensors.bucketed.python_objects import (
     attributes_of,
     flatten_argument_objects,
 )
+from subtensors.dispatch.fused.read_values import is_filled
 from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import ops
@@ -235,7 +236,7 @@ def parts_of(x: object, max_parts: int = _MAX_PARTS) -> Iterator[tuple[object, o
             yield from x.items() if isinstance(x, dict) else enumerate(x)
         return
     if isinstance(x, types.FunctionType):
-        yield from ((i, cell.cell_contents) for i, cell in enumerate(x.__closure__ or ()) if _is_filled(cell))
+        yield from ((i, cell.cell_contents) for i, cell in enumerate(x.__closure__ or ()) if is_filled(cell))
     elif isinstance(x, types.MethodType):
         yield from (("self", x.__self__), ("function", x.__func__))
         return
@@ -245,10 +246,3 @@ def parts_of(x: object, max_parts: int = _MAX_PARTS) -> Iterator[tuple[object, o
         yield "training", tuple([module.training for module in x.modules()])
         yield from (*x.named_parameters(), *x.named_buffers())
     yield from attributes_of(x).items()
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -66,12 +66,7 @@ class Output:
             return lambda: value.as_strided(shape, stride, offset).clone(memory_format=contiguous)
         sizes = self._sizes(known)
         full = PaddedValue(value, self.dims, sizes)
-
-        def cut_padded() -> PyTree:
-            part = unpad_value(full)
-            return [row.clone() for row in part] if isinstance(part, list) else part.clone()
-
-        return cut_padded
+        return lambda: own_copy(unpad_value(full))
 
     def _sizes(self, known: Mapping[sympy.Symbol, HostSize]) -> TrueSizes:
         host = tuple(known[symbol] for symbol in self.symbols)
@@ -164,7 +159,11 @@ def _copy_if_aliased(x: PyTree, addresses: Collection[int | None]) -> PyTree:
         return x.at(dict(zip(x.sizes.symbols, x.sizes.host(), strict=True)))
     if not isinstance(x, PaddedTensor):
         return x.clone() if isinstance(x, Tensor) and _memory(x) in addresses else x
-    part = x.unpad()
+    return own_copy(x.unpad())
+
+
+def own_copy(part: Tensor | list[Tensor]) -> PyTree:
+    """Return an unpadded tensor, or the rows of a ragged one, in memory of its own."""
     return [row.clone() for row in part] if isinstance(part, list) else part.clone()
 
 
