@@ -186,9 +186,9 @@ class WrittenOverlap:
         start = np.asarray([a for column in unique for a in map(Tensor.data_ptr, column)], dtype=np.int64)
         order = np.argsort(start, kind="stable")
         order = order[nbytes[order] > 0]
-        if len(order) < 2:
-            return False
         start, end = start[order], start[order] + nbytes[order]
+        if (start[1:] >= end[:-1]).all():
+            return False
         opens = np.concatenate([[True], start[1:] >= np.maximum.accumulate(end)[:-1]])
         cluster = np.cumsum(opens) - 1
         return bool(((np.bincount(cluster) > 1) & (np.bincount(cluster, weights=written[order]) > 0)).any())
