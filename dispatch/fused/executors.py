@@ -19,7 +19,7 @@ from subtensors.dispatch.fused.tensor_columns import Addresses, BroadcastColumn,
 from subtensors.dispatch.fused.trace import Returned, Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
-from subtensors.dispatch.graphs.released_tensors import check_resident
+from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
 
@@ -62,7 +62,8 @@ class Executor:
         if not self.is_on_current_device():
             with torch.cuda.device(self.device):
                 return self.run(columns, numbers, addresses, prelude)
-        check_resident(columns)
+        if Release.count:
+            check_resident(columns)
         if prelude is not None and not self.takes_prelude:
             prelude.launch()
         if (recording := current_recording()) is not None:
