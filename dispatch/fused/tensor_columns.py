@@ -170,11 +170,12 @@ class WrittenOverlap:
             return False
         given = known or [None] * len(columns)
         addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
-        if addresses != self._last[0]:
-            self._last = addresses, self._find(columns)
-            if self._last[1] and note:
+        last = self._last  # another thread may replace it
+        if addresses != last[0]:
+            last = self._last = addresses, self._find(columns)
+            if last[1] and note:
                 logger.info("%s", note)
-        return self._last[1]
+        return last[1]
 
     def _find(self, columns: Columns) -> bool:
         unique = list(map(unique_tensors, columns))
