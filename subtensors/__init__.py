@@ -62,4 +62,9 @@ __all__ = [
     "watch_size_arithmetic",
 ]
 
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 _internals.note_newer_torch()

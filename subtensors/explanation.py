@@ -82,7 +82,8 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
         return str(subject)  # sizes, policies, statistics and reports describe themselves
     if not callable(subject):
         raise TypeError(
-            f"explain takes a TensorList, an optimizer, a fused function or a torch function, got {shown(subject)}"
+            f"explain takes a tensor type, an optimizer of st.optim, a runner, an Arena, a Dim or a function, "
+            f"got {shown(subject)}"
         )
     if not args and not kwargs:
         name = getattr(subject, "__name__", type(subject).__name__)

@@ -33,17 +33,18 @@ class Policy:
     compiled: bool = False
 
 
-def check_limit(limit: int | None, least: int) -> None:
+def check_limit(limit: int | None, least: int, advice: str = "") -> None:
     """Raise ValueError for a limit that can't be met.
 
     Args:
         limit: bytes at the peak beyond the inputs; None: no limit.
         least: the fewest bytes that are needed.
+        advice: what else would do, after "give more".
     """
     if limit is not None and least > limit:
         raise ValueError(
             f"memory_limit={limit} can't be met: {least} bytes are needed at least beyond the inputs, gradients "
-            f"included; give more, or leave the limit out"
+            f"included; give more{advice}, or leave the limit out"
         )
 
 

@@ -201,7 +201,8 @@ class ChunkSchedule:
         """Return the rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
         row = max(self.row_bytes * (2 if self.grad else 1), 1)
         if limit is not None:
-            check_limit(limit, self.fixed_bytes + row)
+            rows = self.axis.size
+            check_limit(limit, self.fixed_bytes + row, f", chunk a dim of more than {rows} rows (st.chunk(x, dim))")
             return (limit - self.fixed_bytes) // row
         device = self.outputs[0].device
         budget = DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
@@ -222,7 +223,8 @@ class ChunkSchedule:
         """Describe the pass in lines: chunks, bytes, inputs and ops."""
         rows = self.spans[0][1] - self.spans[0][0]
         chunk = rows * self.row_bytes * (2 if self.grad else 1)
-        parts = [f"{len(self.spans)} chunks of {rows} of {self.axis.size} rows, {in_bytes(chunk)} a chunk"]
+        chunks = "1 chunk" if len(self.spans) == 1 else f"{len(self.spans)} chunks"
+        parts = [f"{chunks} of {rows} of {self.axis.size} rows, {in_bytes(chunk)} a chunk"]
         for read in self.inputs:
             how = "in full" if read.layout is None else "by rows"
             sums = ", its gradient summed" if read.layout is None and read.value.needs_grad else ""

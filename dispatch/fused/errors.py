@@ -19,13 +19,16 @@ from subtensors.dispatch.ops.op_classes import OpClass, op_class
 _INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(traceback.__file__).parent]
 
 
+_OF_MATRICES = "; an optimizer's math of whole matrices is that of st.optim.MatrixOptimizer"
+
 ADVICE = {
     OpClass.COPY: "it moves elements, and fused math sees one at a time: call it on the TensorList itself",
-    OpClass.VIEW: "fused math sees one element at a time: take the view before the call",
-    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself",
+    OpClass.VIEW: "fused math sees one element at a time: take the view before the call" + _OF_MATRICES,
+    OpClass.REDUCTION: "only whole-tensor reductions can be fused: reduce over dimensions on the TensorList itself"
+    + _OF_MATRICES,
     OpClass.RANDOM: "draw the numbers before the call and pass them as an argument",
     OpClass.SCATTER_GATHER: "choose with torch.where(condition, a, b), or call it on the TensorList itself",
-    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape",
+    OpClass.CONTRACTION: "call it on the TensorList itself, where it is batched by shape" + _OF_MATRICES,
 }
 """Advice for each class of ops that fused math can't call."""
 
@@ -68,5 +71,5 @@ def refuse_value(how: str) -> NoReturn:
     """Raise RuleError for a value that is read on the host."""
     refuse(
         f"it needs the value of a tensor on the host ({how})",
-        "keep the decision on the device: torch.where(condition, a, b)",
+        "keep the decision on the device: torch.where(condition, a, b); of a tensor, x.sqrt(), not math.sqrt(x)",
     )

@@ -8,6 +8,7 @@ composite functions and rules consist of. Rules that take true sizes from the ho
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import traceback
@@ -56,6 +57,8 @@ class HostReads:
     def __init__(self) -> None:
         self.first = ""
         """The name of the first function that did; "" if none did."""
+        self.unpadded_reason = ""
+        """The reason why this function ran on unpadded data; "" if it read values."""
         self.line = ""
         """`file:line` of the program from which it was called; "" if it was called by a library."""
         self._contexts, self._functions = ExitStack(), _Functions(self)
@@ -76,14 +79,24 @@ class HostReads:
         self._contexts.close()
         _active.stack.remove(self)
 
-    def note(self, name: str) -> None:
-        """Note a read of values; the first one counts."""
+    def reason(self) -> str:
+        """Return the reason why no graph holds what was run, in words; "" if it read nothing."""
+        line = f" ({self.line})" * bool(self.line)
+        if self.unpadded_reason:
+            # Without sizes, so that calls of all sizes share one reason.
+            why = re.sub(r"\b(of|bucket) \d+\b", r"\1 n", self.unpadded_reason)
+            return f"{self.first} runs on the unpadded data, whose size a graph doesn't know{line}: {why}"
+        advice = "keep it on the device, as torch.where and clamp keep a decision"
+        return f"{self.first} reads values on the host, which a graph can't wait for{line}; {advice}" * bool(self.first)
+
+    def note(self, name: str, unpadded_reason: str = "") -> None:
+        """Note a read of values, or of true sizes for a call on unpadded data; the first one counts."""
         frame: FrameType = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__") in _OWN_FRAMES:
             frame = frame.f_back
         if self.first or str(frame.f_globals.get("__name__")).startswith(_OWN_READS):
             return
-        self.first, self.line = name, program_line(frame)
+        self.first, self.line, self.unpadded_reason = name, program_line(frame), unpadded_reason
 
 
 _TORCHS = "torch.utils._python_dispatch torch.overrides torch._tensor torch._ops"
@@ -115,17 +128,18 @@ def _is_programs(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "subtensors")
 
 
-def needs_host(values: Tensor, name: str) -> bool:
+def needs_host(values: Tensor, name: str, unpadded_reason: str = "") -> bool:
     """Return whether a read of values would end a capture that is under way; `HostReads` notes it.
 
     Args:
         values: the tensor whose values, or sizes, are to be read.
         name: of the reader, if no torch function is running.
+        unpadded_reason: the reason why it runs on unpadded data, if that is what it needs the true sizes for.
     """
     if values.is_cuda:
         return torch.cuda.is_current_stream_capturing()
     for reads in _active.stack:
-        reads.note(reads.running() or name)
+        reads.note(reads.running() or name, unpadded_reason)
     return False
 
 

@@ -274,9 +274,7 @@ class Bucket:
                 f"it calls {collectives.first}, and other processes may meet its sizes at other times"
             )
         elif reads is not None and reads.first:
-            self.no_graph_reason = f"{reads.first} reads values on the host, which a graph can't wait for"
-            self.no_graph_reason += f" ({reads.line})" * bool(reads.line)
-            self.no_graph_reason += "; keep it on the device, as torch.where and clamp keep a decision"
+            self.no_graph_reason = reads.reason()
 
     def capture(self) -> None:
         """Capture the program.

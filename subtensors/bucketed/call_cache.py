@@ -12,7 +12,7 @@ from torch import Tensor
 from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
-from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, NotCacheable, analyze, device_of
+from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, LeafDims, NotCacheable, analyze, device_of
 from subtensors.bucketed.dim_spec import ArgumentDims, dim_sizes
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Cut, Outputs
@@ -83,6 +83,8 @@ class CallCache:
         """The true sizes of calls whose keys were dropped from the cache."""
         self._values: dict[str, set[object]] = {}
         """The values seen of arguments that are not tensors, by place."""
+        self._last: CachedCall | None = None
+        """The call that was analyzed last, of those with a spec."""
         self.is_bounded = graph_cache.max_graphs is None
         """True if an argument has graphs for a limited number of values only."""
 
@@ -142,9 +144,37 @@ class CallCache:
             return cached
         if too_many := self._too_many_values(leaves, [place for place, _ in places], form, modes[-1]):
             return CachedCall(None, None, too_many, sizes=sizes)
+        if note := self._unnamed_dim(cached, places):
+            self._graph_cache.note(note)
+        self._last = cached
         call = form.program_on_leaves(self._program, self._state)
         cached.bucket = self._graph_cache.bucket_of(modes[0] is not None, spec, leaves, call, device)
         return cached
+
+    def _unnamed_dim(self, cached: CachedCall, places: Sequence[LeafDims]) -> str:
+        """Return a note if an argument varies like a Dim that `dims` do not name for it, else "".
+
+        That is so if a dim of it has this Dim's size in two calls of different sizes.
+
+        Args:
+            cached: the call.
+            places: for each leaf its place and padded dims.
+        """
+        if self._last is None or cached.spec is None or self._last.spec is None or self._last.places != cached.places:
+            return ""
+        for now, before in zip(cached.spec.inputs, self._last.spec.inputs, strict=False):
+            if now.leaf != before.leaf or len(now.shape) != len(before.shape) or now.dims is not None:
+                continue
+            for d, (size, old) in enumerate(zip(now.shape, before.shape, strict=True)):
+                named = {k % len(now.shape) for k in places[now.leaf][1] or ()}
+                same = [name for name, n in cached.sizes.items() if (n, self._last.sizes.get(name)) == (size, old)]
+                if size != old and d not in named and same:
+                    place = cached.places[now.leaf]
+                    return (
+                        f"each size of {place} gets a graph of its own, since it has the size of {same[0]} in dim {d} "
+                        f"and dims don't say so: {{{place!r}: {{{d}: {same[0]}}}}}"
+                    )
+        return ""
 
     def nested_call(self, args: Args, kwargs: Kwargs) -> NestedCall | None:
         """Return a call of compiled code, made inside another bucketed program; None if the program is to run."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
-from subtensors.bucketed.call_key import flatten, unflatten
+from subtensors.bucketed.call_key import flatten, has_parts, unflatten
 from subtensors.bucketed.call_spec import LeafDims
 from subtensors.bucketed.python_objects import flatten_argument_objects
 from subtensors.dispatch.ops.errors import SizeError
@@ -62,6 +62,7 @@ class ArgumentDims:
 
         Raises:
             ValueError: the dims of a container name something that it does not hold.
+            TypeError: they name an object that is no container.
         """
         found: list[LeafDims] = []
         named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
@@ -69,6 +70,11 @@ class ArgumentDims:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
             paths = _paths(flatten_argument_objects(x))
+            if given and not self.everywhere and has_parts(x) and paths == [()]:
+                raise TypeError(
+                    f"dims name {place}, a {type(x).__name__} whose tensors are not seen: make it a dataclass or a "
+                    f"pytree (torch.utils._pytree.register_pytree_node), or pass its tensors"
+                )
             _check_names(given, paths, place)
             for path in paths:
                 found.append((place + pytree.keystr(path), _dims_at(given, path)))

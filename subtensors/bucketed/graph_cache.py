@@ -88,6 +88,8 @@ class GraphCache:
         self.evictions = 0
         self.no_graph_reason = ""
         """The reason why nothing is captured any more, or ""."""
+        self.notes: Counter[str] = Counter()
+        """What costs graphs without a fallback, and how often it was seen."""
         self._wasted_recaptures = self._hits_before = 0
         self._captures_without_run: dict[BucketKey, bool] = {}
         """For each captured family of calls, whether it can be captured at another size without being run first."""
@@ -304,7 +306,14 @@ class GraphCache:
             self.compile_cache.recompiles,
             dict(fallbacks),
             sizes,
+            notes=dict(self.notes),
         )
+
+    def note(self, text: str) -> None:
+        """Count what costs graphs without a fallback, and warn the first time."""
+        if not self.notes[text]:
+            _log.warning("%s: %s", self.name, text)
+        self.notes[text] += 1
 
     def drop_stale(self, change: str) -> None:
         """Drop every graph because what they read is stale; the next calls recapture them.
@@ -315,6 +324,7 @@ class GraphCache:
         captured = self.captured_buckets()
         if captured:
             _log.warning("%s is recaptured: %s", self.name, change)
+            self.notes[f"recaptured: {change}"] += 1
             hits = sum(bucket.statistics.hits for bucket in self.buckets.values())
             self._wasted_recaptures = self._wasted_recaptures + 1 if hits <= self._hits_before else 0
             self._hits_before = hits

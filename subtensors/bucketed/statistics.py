@@ -107,6 +107,8 @@ class Statistics:
     sizes: dict[str, Counter[int]]
     checked: int = 0
     not_checked: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """What costs graphs without a fallback, such as a recapture, and how often it was seen."""
 
     @property
     def calls(self) -> int:
@@ -145,6 +147,7 @@ class Statistics:
             )
         lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
         lines += [f"  {count} calls not checked: {reason}" for reason, count in self.not_checked.items()]
+        lines += [f"  {note}" + f" ({count} times)" * (count > 1) for note, count in self.notes.items()]
         return "\n".join(lines)
 
     __repr__ = __str__

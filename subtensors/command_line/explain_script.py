@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from subtensors import dispatch, kernels
 from subtensors.bucketed.runner import Bucketed
 from subtensors.optim import Optimizer
 from subtensors.static.arena import Arena
@@ -20,7 +21,11 @@ from subtensors.static.arena import Arena
 WIDTH = 80
 """Columns of the report, where no word is longer."""
 
-LIBRARIES = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).parent), "<")
+LIBRARIES = (
+    str(Path(__file__).resolve().parents[1]),
+    *(str(Path(str(library.__file__)).resolve().parent) for library in (dispatch, kernels, torch)),
+    "<",
+)
 """How the names of files begin that are no part of a user's program."""
 
 

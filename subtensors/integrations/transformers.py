@@ -39,6 +39,11 @@ class Applied:
         self.optimizer = optimizer
         self._undo = undo
 
+    def __repr__(self) -> str:
+        return (
+            f"<Applied, optimizer={type(self.optimizer).__name__ if self.optimizer else None}: revert() takes it back>"
+        )
+
     def revert(self) -> None:
         """Take all changes back. The model keeps what it learned; a second call does nothing."""
         self._undo.close()
@@ -57,7 +62,7 @@ def apply(
 
     Args:
         model: any whose head is linear, tied or not, one with adapters of PEFT included; then the one that is called.
-        optimizer: a name in lower case, such as "adamw", or a class; None for none.
+        optimizer: a name of a class of st.optim, such as "adamw", or the class; None for none.
         loss: "chunked" for logits that are never materialized where a loss reads them, whichever loss that is; or the
             arguments of `st.chunk` as a dict, such as `{"memory_limit": "1GiB"}`; None to leave it alone.
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
@@ -227,9 +232,11 @@ def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
     """Look up an optimizer."""
     if isinstance(which, type) and issubclass(which, Optimizer):
         return which
-    if which not in OPTIMIZERS:
-        raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, or a class of st.optim; got {shown(which)}")
-    return OPTIMIZERS[which]  # type: ignore[index]  # a str, since it is in the table
+    name = which.lower() if isinstance(which, str) else getattr(which, "__name__", "").lower()
+    if isinstance(which, str) and name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    advice = f": {name!r} names that of st.optim" if name in OPTIMIZERS else ""
+    raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, or a class of st.optim; got {shown(which)}{advice}")
 
 
 def _loss(loss: str | Mapping[str, object] | None) -> Mapping[str, object] | None:

@@ -127,7 +127,9 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(cls.__dict__.get("__init__"), FunctionType):
             dynamo.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
         if "state" in cls.__dict__:
-            cls._initializers = dict(cls.__dict__["state"])
+            if not isinstance(state := cls.__dict__["state"], Mapping):
+                raise TypeError(f"{cls.__name__}.state is a dict, such as dict(m=torch.zeros_like); got {shown(state)}")
+            cls._initializers = dict(state)
             del cls.state
         if cls.update is not Optimizer.update:
             cls._declaration = Declaration(cls, Optimizer)

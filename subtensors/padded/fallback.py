@@ -130,7 +130,7 @@ def _check_sizes_known(func: Callable[..., PyTree], padded: list[PaddedTensor], 
     name = getattr(func, "__name__", str(func))
     for x in padded:
         assert x._sizes is not None
-        traced = dispatcher.is_traced(x._dense) or needs_host(x._dense, f"{name}, which runs on the unpadded data,")
+        traced = dispatcher.is_traced(x._dense) or needs_host(x._dense, name, str(reason))
         if traced or x._sizes.rows is not None:
             why = "a compiler or a graph capture doesn't know them" if traced else "they differ from row to row"
             raise RuleError(

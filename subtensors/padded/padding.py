@@ -90,7 +90,9 @@ def unpad(x: PaddedTensor) -> Tensor | list[Tensor]:
     sizes = value.sizes
     if sizes is None:
         return value.dense
-    if needs_host(sizes.values, "unpad") or (not sizes.known_on_host and dispatcher.is_traced(sizes.values)):
+    if needs_host(sizes.values, "unpad, or numpy or tolist,") or (
+        not sizes.known_on_host and dispatcher.is_traced(sizes.values)
+    ):
         raise RuleError("unpad needs the true sizes on the host: return the PaddedTensor and unpad it outside")
     data = unpad_value(value)
     track_plain_views(x, data if isinstance(data, list) else [data])

@@ -11,7 +11,8 @@ counts `c`, `padding(i, j) = s[j - 1] * sum(c[i:j]) - sum((c * s)[i:j])`, a diff
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
     """Return the policy of at most `max_graphs` buckets that pads a sample of lengths least.
 
     Args:
-        lengths: a sample of the sizes to come, each a positive int; a tensor is read on the host.
+        lengths: a sample of the sizes to come, each a positive int, or a Counter of them; a tensor is read on the host.
         max_graphs: the most buckets, each of which costs a captured graph or a compilation.
         multiple_of: every bucket is a multiple of this.
 
@@ -56,6 +57,8 @@ def fit_buckets(lengths: Iterable[int] | torch.Tensor, max_graphs: int = 8, mult
 def sample_of(name: str, lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
     """Return the lengths that the function `name` was given as a vector of positive integers."""
     try:
+        if isinstance(lengths, Mapping):  # such as a Counter
+            lengths = Counter(lengths).elements()
         sample = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths))
     except (TypeError, ValueError, RuntimeError):  # nothing to go through, lists that differ, a tensor without values
         sample = np.empty(0)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_buckets(lengths: Iterable[int] | Tensor, policy: BucketPolicy | int | Iterable[int]) -> Figure:
+def plot_buckets(lengths: Iterable[int] | Tensor, policy: Dim | BucketPolicy | int | Iterable[int]) -> Figure:
     """Draw how often each length occurs, the buckets of a policy, and the part of each bucket that padding wastes.
 
     Args:
-        lengths: a sample of the sizes to come, each a positive int; a tensor is read on the host.
-        policy: as for `st.Dim`: a policy, the step of a linear one, or a list of buckets. Lengths beyond its last
-            bucket are drawn unpadded.
+        lengths: a sample of the sizes to come, each a positive int, or a Counter of them; a tensor is read on the host.
+        policy: a Dim, or what a Dim takes as buckets: a policy, the step of a linear one, a list. Lengths beyond the
+            last bucket are drawn unpadded.
 
     Returns:
         A matplotlib figure: a notebook shows it, `figure.savefig(path)` writes it.
@@ -41,7 +41,8 @@ def plot_buckets(lengths: Iterable[int] | Tensor, policy: BucketPolicy | int | I
         '7 sizes in 3 buckets, 1% waste'
     """
     counted = Counter(sample_of("plot_buckets", lengths).tolist())
-    return plot_sizes({"length": counted}, {"length": Dim("length", buckets=bucket_policy(policy), strict=False)})
+    dim = policy if isinstance(policy, Dim) else Dim("length", buckets=bucket_policy(policy), strict=False)
+    return plot_sizes({dim.name: counted}, {dim.name: dim})
 
 
 def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) -> Figure:
@@ -66,7 +67,10 @@ def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) 
     for i, (name, dim) in enumerate(dims.items()):
         axes = figure.add_subplot(max(len(dims), 1), 1, i + 1)
         counted = sizes.get(name, {})
-        axes.bar(list(counted), list(counted.values()), color="tab:blue", label="calls")
+        # A bar of one size among thousands is narrower than a pixel: its edge is not.
+        axes.bar(
+            list(counted), list(counted.values()), color="tab:blue", edgecolor="tab:blue", linewidth=0.8, label="calls"
+        )
         axes.set_xlabel(f"true size of {name}")
         axes.set_ylabel("calls")
         bucket_of = {size: _bucket(dim, size) for size in counted}

@@ -94,6 +94,10 @@ def test_dir_has_the_names_of_each_type_and_warns_of_nothing(name: str) -> None:
     assert all(hasattr(subject, each) for each in names)
 
 
+def test_dir_of_the_package_has_its_public_names_and_no_modules_that_hold_them() -> None:
+    assert [name for name in dir(st) if not name.startswith("__")] == [n for n in st.__all__ if n != "__version__"]
+
+
 @pytest.mark.parametrize("name", [name for name in st.__all__ if callable(getattr(st, name))])
 def test_explain_says_what_each_public_name_is_for(name: str) -> None:
     said = st.explain(getattr(st, name))
@@ -112,8 +116,8 @@ def test_explain_describes_dims_policies_statistics_and_reports(run: Bucketed) -
     assert st.explain(run.check(torch.ones(3))) == "passed: the same as the plain program, at n=3"
     assert st.explain(st.CheckReport({}, "0.5", lines=("a.py:1: x",))) == "differs: 0.5, at no Dim\n  a.py:1: x"
     assert st.explain(st.CheckReport({"n": 3}, not_checked="no graph")) == "not checked at n=3: no graph"
-    with pytest.raises(TypeError, match="explain takes"):
-        st.explain(3)
+    with pytest.raises(TypeError, match=r"explain takes .*, an optimizer of st.optim, .* got Adam"):
+        st.explain(torch.optim.Adam([torch.ones(1)]))
 
 
 def test_buckets_of_lengths_are_drawn_with_their_waste() -> None:
@@ -124,5 +128,8 @@ def test_buckets_of_lengths_are_drawn_with_their_waste() -> None:
     assert sorted(line.get_xdata()[0] for line in axes.lines) == [20, 40]
     assert list(waste.lines[0].get_ydata()) == [0.5, 0.25, 0.25]
     assert st.plot_buckets([7, 100], [10]).axes[0].get_title() == "2 sizes in 2 buckets, 3% waste"
+    dim = st.Dim("seq", max=40, buckets=20)
+    assert st.plot_buckets([10, 10, 30], dim).axes[0].get_title() == axes.get_title()
+    assert st.plot_buckets([10], dim).axes[0].get_xlabel() == "true size of seq"
     with pytest.raises(ValueError, match="plot_buckets takes one or more lengths"):
         st.plot_buckets([], 8)

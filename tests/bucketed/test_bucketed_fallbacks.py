@@ -202,3 +202,50 @@ def test_a_program_that_raises_at_the_true_size_alone_raises(device: str) -> Non
 
     with pytest.raises(ValueError, match="as it is"):
         st.bucketed(program, DIMS)(rows(5, device))
+
+
+@torch.no_grad()
+def test_an_argument_that_varies_like_a_dim_and_is_not_named_is_noted_once(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dims = {"x": {0: SEQ, 1: st.Dim("width", max=4, buckets=[1, 2, 4])}}
+    run = st.bucketed(lambda x, mask, table: x.softmax(0).sum() + mask.sum() + table.sum(), dims)
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        for n, width in ((5, 1), (6, 2), (7, 2), (7, 1), (7, 4)):
+            run(torch.ones(n, width, device=device), torch.ones(2, n, device=device), torch.ones(3, 7, device=device))
+    (message,) = caplog.messages
+    assert "each size of mask gets a graph of its own, since it has the size of " in message
+    assert message.endswith(f"{{'mask': {{1: {SEQ.name}}}}}")
+    assert list(run.stats().notes.values()) == [2]
+    assert "  each size of mask gets a graph of its own" in str(run.stats())
+    assert "(2 times)" in str(run.stats())
+
+
+@torch.no_grad()
+def test_a_named_argument_that_fills_its_bucket_is_not_noted(device: str) -> None:
+    rows_dim = st.Dim("rows", max=4, buckets=[1, 2, 4])
+    run = st.bucketed(lambda x, y: (x * y[:, None]).sum(), {"x": {0: rows_dim, 1: SEQ}, "y": {0: rows_dim}})
+    for n in (1, 2, 3, 2, 4, 1):
+        run(torch.ones(n, 5, device=device), torch.ones(n, device=device))
+    assert not run.stats().notes
+
+
+@torch.no_grad()
+def test_statistics_count_what_was_recaptured(device: str) -> None:
+    net = nn.Linear(3, 3, device=device, dtype=torch.float64)
+    run = st.bucketed(net, {"input": {0: SEQ}})
+    for _ in range(3):
+        run(rows(5, device))
+        net.weight = nn.Parameter(net.weight.detach().clone())
+    run(rows(5, device))
+    assert run.stats().notes == {"recaptured: weight was replaced: its address changed": 3}
+
+
+def test_dims_of_an_object_whose_tensors_are_not_seen_are_refused(device: str) -> None:
+    class Batch:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    run = st.bucketed(lambda batch: batch.x.softmax(0), {"batch": {0: SEQ}})
+    with pytest.raises(TypeError, match="dims name batch, a Batch whose tensors are not seen: make it a dataclass"):
+        run(Batch(rows(5, device)))

@@ -138,3 +138,27 @@ def test_a_first_answer_that_no_graph_follows_is_compared_too(device: str) -> No
     torch.testing.assert_close(run(x), program(x))
     assert any("its results differ" in reason for reason in run.stats().fallbacks)
     assert run.stats().calls == 1
+
+
+labels = torch.zeros(5, dtype=torch.int64)
+
+UNPADDED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "torch.linalg.qr": (lambda x: torch.linalg.qr(x).R.sum(), "it combines valid positions with padding"),
+    "torch.nn.functional.cross_entropy": (
+        lambda x: F.cross_entropy(x, labels),
+        "a dim of bucket n (true size seq) cannot be combined with an unpadded dim of n: pad that tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNPADDED)
+@torch.no_grad()
+def test_a_call_on_unpadded_data_is_not_called_a_read_of_values(name: str) -> None:
+    program, why = UNPADDED[name]
+    run = st.bucketed(program, DIMS, check=False)
+    for _ in range(2):
+        run(rows(5, "cpu"))
+    (reason,) = run.stats().fallbacks
+    assert reason.startswith(f"{name} runs on the unpadded data, whose size a graph doesn't know ({__file__}:")
+    assert why in reason
+    assert "keep it on the device" not in reason

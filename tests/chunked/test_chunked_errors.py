@@ -211,6 +211,10 @@ def test_a_memory_limit_that_cannot_be_met_is_refused_with_the_least_that_can() 
         program(st.chunk(h, memory_limit=least)).backward()
         with pytest.raises(ValueError, match=f": {least} bytes"):
             program(st.chunk(h, memory_limit=least - 1)).backward()
+    with pytest.raises(
+        ValueError, match=r"give more, chunk a dim of more than 1 rows \(st.chunk\(x, dim\)\), or leave"
+    ):
+        F.linear(st.chunk(h[None], memory_limit=1000), w).relu().sum().backward()
 
 
 def test_values_too_large_for_their_limit_are_explained_beside_the_loss_that_fits() -> None:

@@ -318,6 +318,12 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
     "another head": (odd_head, {}, TypeError, "LlamaForCausalLM, .*, is a Sequential"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "a causal language model of transformers, got Linear"),
     "an optimizer": (causal_lm, {"optimizer": "adamx"}, ValueError, "optimizer is one of .*adamw, .*got 'adamx'"),
+    "an optimizer of torch": (
+        causal_lm,
+        {"optimizer": torch.optim.AdamW},
+        ValueError,
+        "'adamw' names that of st.optim",
+    ),
     "a loss": (causal_lm, {"loss": "liger"}, ValueError, "loss is \"chunked\", .* got 'liger'"),
     "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
     "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),
@@ -339,7 +345,8 @@ def test_what_can_not_be_applied_is_refused_by_name(case: str) -> None:
 
 def test_a_second_chunking_of_a_head_is_refused() -> None:
     model = causal_lm()
-    first = apply(model)
+    first = apply(model, "AdamW", lr=1e-3)
+    assert repr(first) == "<Applied, optimizer=AdamW: revert() takes it back>"
     with pytest.raises(ValueError, match=r"the head of LlamaForCausalLM is chunked already; revert\(\)"):
         apply(model)
     first.revert()

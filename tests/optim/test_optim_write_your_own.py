@@ -13,6 +13,8 @@ from small_models import loss_of, model
 from torch import Tensor
 from torch.nn import Parameter
 
+import subtensors as st
+
 
 @pytest.fixture(scope="module", name="cls")
 def _cls() -> Any:
@@ -85,3 +87,22 @@ def test_a_captured_step_equals_an_eager_one_under_a_changing_learning_rate(cls:
 def test_every_line_of_it_is_element_by_element_so_that_shards_are_updated_alone(cls: Any) -> None:
     optimizer = cls([Parameter(torch.ones(2))])
     assert optimizer._updater.shard_mode(optimizer, optimizer.param_groups[0], torch.device("cpu")) == (True, False)
+
+
+def test_a_state_that_is_no_dict_and_math_of_matrices_are_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"Listed.state is a dict, such as dict\(m=torch.zeros_like\); got"):
+
+        class Listed(st.optim.Optimizer):
+            state = ("m",)
+
+    class Squared(st.optim.Optimizer):
+        def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+        def update(self, p: torch.Tensor, g: torch.Tensor, *, lr: float) -> None:
+            p.sub_(lr * g @ g @ g)
+
+    w = torch.nn.Parameter(torch.ones(3, 3))
+    w.grad = torch.ones(3, 3)
+    with pytest.raises(st.RuleError, match=r"math of whole matrices is that of st\.optim\.MatrixOptimizer"):
+        Squared([w], lr=0.1).step()

@@ -151,6 +151,15 @@ def test_explain_shows_the_runners_of_a_script_and_keeps_the_traceback_of_an_err
     script.write_text(SCRIPT.replace("sys.exit(int(sys.argv[1]))", ""))
     assert main(["explain", str(script)]) == 0
     assert "---- run\n  exp bucketed on" in capsys.readouterr().out
+    script.write_text(
+        "import torch, subtensors as st\n"
+        'run = st.bucketed(torch.linalg.slogdet, {0: {2: st.Dim("n", max=8, buckets=4)}})\n'
+        "run(torch.ones(2, 3, 3))\n"
+    )
+    assert main(["explain", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "train.py:3\n    linalg_slogdet runs on the unpadded data" in shown
+    assert "host_reads.py" not in shown
     script.write_text("1 / 0")
     assert main(["explain", str(script)]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err

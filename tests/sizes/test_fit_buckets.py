@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -53,3 +54,9 @@ def test_wrong_arguments_of_fit_buckets_raise(lengths: Any) -> None:
         st.fit_buckets(lengths)
     with pytest.raises(ValueError, match="max_graphs is an int of at least 1, got 0"):
         st.fit_buckets([3], max_graphs=0)
+
+
+def test_a_counter_of_lengths_is_as_the_lengths() -> None:
+    lengths = [12] * 100 + [60, 64, 500]
+    assert st.fit_buckets(Counter(lengths), max_graphs=2) == st.fit_buckets(lengths, max_graphs=2)
+    assert st.fit_buckets(lengths, max_graphs=2) != st.fit_buckets(set(lengths), max_graphs=2)
