@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results
-from subtensors.padded.padded_tensor import PaddedTensor, fill_of, make_padded
+from subtensors.padded.padded_tensor import PaddedTensor, View, fill_of, wrap_dense
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class CallKey(NamedTuple):
     sizes: TrueSizes | None
 
 
-Outcome = tuple[tuple[Factors, ...], Fill | None, Literal["", "alias", "copy"]]
+Outcome = tuple[tuple[Factors, ...], Fill | None, View]
 """The dims, the fill and the view of a result, as in `PaddedValue`."""
 
 
@@ -114,6 +114,9 @@ class SingleOp:
 
 _calls: dict[tuple[object, ...], SingleOp | None] = {}
 """The op of each call that was taken apart; None for one of several ops."""
+
+single_op_functions: set[Callable[..., PyTree]] = {functional.dropout, *SHAPE_OPS}
+"""The functions of which some call is known to be a single op."""
 
 
 def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -161,11 +164,14 @@ def run_op(op: OpOverload, func: Callable[..., PyTree], args: Args, kwargs: Kwar
 
 
 def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    is_repeatable = key.sizes is not None and not torch.is_grad_enabled() and not is_observed()
+    is_repeatable = key.sizes is not None and not is_observed() and not _is_tracked(key.given)
     if is_repeatable and (known := single.outcomes.get(key.floats)) is not None:
-        op_args, op_kwargs = single.arguments(key.operands)
-        dims, fill, view = known
-        return make_padded(PaddedValue(single.op(*op_args, **op_kwargs), dims, key.sizes, fill, view))
+        if kwargs or type(func) is FunctionType:
+            op_args, op_kwargs = single.arguments(key.operands)
+            dense = single.op(*op_args, **op_kwargs)
+        else:  # torch's own binding of the op takes the host less time than the op's overload
+            dense = func(*key.operands)
+        return wrap_dense(dense, known[0], key.sizes, known[1], known[2])
     values: dict[int, PaddedValue] = {}
 
     def inner(x: PyTree) -> PyTree:
@@ -186,6 +192,14 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
     if is_repeatable and is_unchanged and len(single.outcomes) < MAX_CALLS:
         single.outcomes[key.floats] = out.dims, out.fill, out.view
     return wrap_results([out], func, args, kwargs)[0]
+
+
+def _is_tracked(given: Sequence[PyTree]) -> bool:
+    """Return whether autograd tracks a call."""
+    if not torch.is_grad_enabled():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey | None:
@@ -287,3 +301,5 @@ def _remember(key: CallKey, single: SingleOp | None) -> None:
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
     _calls[key.values] = single
+    if single is not None:
+        single_op_functions.add(key.values[0])  # type: ignore[arg-type]  # the function, as `call_key` puts it

@@ -32,6 +32,7 @@ from subtensors.sizes.dims import Dim
 if TYPE_CHECKING:
     import sympy
 
+View: TypeAlias = Literal["", "alias", "copy"]
 Metadata: TypeAlias = "tuple[tuple[Factors, ...], tuple[sympy.Symbol, ...], tuple[int, ...], Fill | None]"
 """The parts of a PaddedTensor that a compiler may hold: dims, the symbols of its sizes, their buckets, and its fill."""
 
@@ -92,8 +93,8 @@ class PaddedTensor(Tensor):
     _dims: tuple[Factors, ...]
     _sizes: TrueSizes | None
     _fill: Fill | None
-    _view: Literal["", "alias", "copy"]
-    _tracker: GradientTracker | None
+    _view: View = ""
+    _tracker: GradientTracker | None = None
     _fill_version: int | None = None
     """The version of the storage that `_fill` describes; None where no write makes it stale."""
     _view_source: ViewSource | None = None
@@ -311,8 +312,17 @@ class PaddedTensor(Tensor):
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
-    dense = value.dense
-    out = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    out = wrap_dense(value.dense, value.dims, value.sizes, value.fill, value.view)
+    if value.tracker is not None:
+        out._tracker = value.tracker
+    return out
+
+
+def wrap_dense(
+    dense: Tensor, dims: tuple[Factors, ...], sizes: TrueSizes | None, fill: Fill | None, view: View
+) -> PaddedTensor:
+    """`make_padded` of a value with these fields."""
+    out: PaddedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         PaddedTensor,
         dense.shape,
         strides=dense.stride(),
@@ -320,12 +330,13 @@ def make_padded(value: PaddedValue) -> PaddedTensor:
         dtype=dense.dtype,
         device=dense.device,
     )
-    out._dense, out._dims, out._sizes, out._fill, out._view = dense, value.dims, value.sizes, value.fill, value.view
-    out._tracker = value.tracker
-    if value.fill == EDGE_FILL:
+    out._dense, out._dims, out._sizes, out._fill = dense, dims, sizes, fill
+    if view:
+        out._view = view
+    if fill == EDGE_FILL:
         # A write to valid values leaves the padding unchanged, so it no longer repeats the edge.
         out._fill_version = dense._version
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def unwrap(x: Tensor) -> PaddedValue:

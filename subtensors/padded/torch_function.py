@@ -139,6 +139,13 @@ _state = _State()
 
 def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run a torch function that has a PaddedTensor among its arguments."""
+    if func in fast_path.single_op_functions:
+        try:
+            answer = fast_path.try_fast_path(func, args, kwargs)
+        except RuleError as error:
+            return run_on_unpadded_data(func, args, kwargs, error)
+        if answer is not NotImplemented:
+            return answer
     if func in _COMMON_GETTERS:
         if func == _SHAPE and not ops.is_tracing():
             return shape_of(args[0])
@@ -170,12 +177,6 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             f"{name} on a PaddedTensor has no rule under torch.export: export the program of the unpadded tensors, or "
             f"compile it with torch.compile"
         )
-    try:
-        answer = fast_path.try_fast_path(func, args, kwargs)
-    except RuleError as error:
-        return run_on_unpadded_data(func, args, kwargs, error)
-    if answer is not NotImplemented:
-        return answer
     if is_transforming():
         raise RuleError(
             f"{name} on a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
