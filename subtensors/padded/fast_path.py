@@ -34,6 +34,7 @@ from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results
 from subtensors.padded.padded_tensor import PaddedTensor, View, fill_of, wrap_dense
+from subtensors.padded.views import is_current, remember_views
 
 aten = torch.ops.aten
 
@@ -54,7 +55,10 @@ SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
 """Functions of a list of sizes, or of as many arguments, or of none; and the op that each is, or may skip."""
 
 _SEQUENCES = frozenset([tuple, list, torch.Size])
+_LISTS = frozenset([tuple, list])
 _INTS = frozenset([int, PaddedSize])
+_INDICES = frozenset([int, type(None), type(...)])
+_TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
 
 
@@ -76,8 +80,8 @@ class CallKey(NamedTuple):
     sizes: TrueSizes | None
 
 
-Outcome = tuple[tuple[Factors, ...], Fill | None, View]
-"""The dims, the fill and the view of a result, as in `PaddedValue`."""
+Outcome = list[tuple[tuple[Factors, ...], Fill | None, View]]
+"""The dims, the fill and the view of each result, as in `PaddedValue`."""
 
 
 class _Place(NamedTuple):
@@ -171,7 +175,15 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
             dense = single.op(*op_args, **op_kwargs)
         else:  # torch's own binding of the op takes the host less time than the op's overload
             dense = func(*key.operands)
-        return wrap_dense(dense, known[0], key.sizes, known[1], known[2])
+        results: PyTree
+        if single.results is None:
+            results = wrap_dense(dense, known[0][0], key.sizes, known[0][1], known[0][2])
+        else:
+            given = zip(dense, known, strict=True)
+            results = single.results([wrap_dense(t, dims, key.sizes, fill, view) for t, (dims, fill, view) in given])
+        if known[0][2] and torch.is_grad_enabled():
+            remember_views(func, args, kwargs, results, [])
+        return results
     values: dict[int, PaddedValue] = {}
 
     def inner(x: PyTree) -> PyTree:
@@ -179,6 +191,8 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
             if id(x) not in values:
                 values[id(x)] = unwrap_with_grad(x)
             return values[id(x)]
+        if type(x) in _LISTS:
+            return [*map(inner, x)]
         return unpadded_value(x) if type(x) in PLAIN_TYPES else x
 
     # A view that is older than the last write to its base is retaken here, by a call of its own.
@@ -186,12 +200,17 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
     with torch._C.DisableTorchFunctionSubclass():
         call = PaddedCall(single.op, op_args, op_kwargs)
         out = rules.run_call(call)
-    if single.results is not None:
-        return single.results(wrap_results(out, func, args, kwargs))
-    is_unchanged = call.unchanged is out.dense and out.padded_dims and out.sizes is key.sizes and out.view != "copy"
+    outs, unchanged = (
+        ([out], [call.unchanged]) if single.results is None else (out, call.unchanged or [None] * len(out))
+    )
+    is_unchanged = all(
+        t is value.dense and value.padded_dims and value.sizes is key.sizes and value.view != "copy"
+        for t, value in zip(unchanged, outs, strict=True)
+    )
     if is_repeatable and is_unchanged and len(single.outcomes) < MAX_CALLS:
-        single.outcomes[key.floats] = out.dims, out.fill, out.view
-    return wrap_results([out], func, args, kwargs)[0]
+        single.outcomes[key.floats] = [(value.dims, value.fill, value.view) for value in outs]
+    results = wrap_results(outs, func, args, kwargs)
+    return results[0] if single.results is None else single.results(results)
 
 
 def _is_tracked(given: Sequence[PyTree]) -> bool:
@@ -199,7 +218,10 @@ def _is_tracked(given: Sequence[PyTree]) -> bool:
     if not torch.is_grad_enabled():
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        for x in given:
+            if x.requires_grad if isinstance(x, Tensor) else type(x) in _LISTS and _is_tracked(x):
+                return True
+    return False
 
 
 def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey | None:
@@ -216,10 +238,10 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
         if kind is PaddedTensor:
             own, dense = x._sizes, x._dense
             if own is not sizes:
-                is_alike = is_alike and sizes is None
-                sizes = own
+                is_alike = is_alike and (sizes is None or _agree(own, sizes))
+                sizes = own if sizes is None else sizes
                 values.append(None if own is None else own.key)
-            is_alike = is_alike and own is not None and x._view_source is None
+            is_alike = is_alike and own is not None and (x._view_source is None or is_current(x))
             values += (x._dims, dense.dtype, dense.device, fill_of(x), x._view)
             operands.append(dense)
             tensors.append(id(x))
@@ -231,8 +253,25 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             values.append(kind)
             floats.append(x or repr(x))  # the sign of a zero matters
             operands.append(x)
+        elif kind is slice or (func is Tensor.__getitem__ and kind is tuple):
+            if (index := _index_key(x)) is None:
+                return None
+            values.append(index)
+            operands.append(x)
         elif kind in _SEQUENCES:
             kinds = {*map(type, x)}
+            if kind in _LISTS and kinds and kinds <= _TENSORS:
+                listed = call_key(func, x, {})
+                assert listed is not None
+                values += (kind, listed.values)
+                operands.append(listed.operands)
+                tensors += map(id, x)
+                own = next((t._sizes for t in x if type(t) is PaddedTensor), None)
+                if own is not None and own is not sizes:
+                    is_alike = is_alike and (sizes is None or _agree(own, sizes))
+                    sizes = own if sizes is None else sizes
+                is_alike = is_alike and (own is None or listed.sizes is own)
+                continue
             if not kinds <= _INTS:
                 return None
             values += (kind, tuple([n.text if type(n) is PaddedSize else n for n in x] if PaddedSize in kinds else x))
@@ -249,6 +288,22 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
     # Rules compare sizes for every value up to their buckets, which are part of the key.
     one_run = sizes if is_alike and sizes is not None and sizes.rows is None else None
     return CallKey(tuple(values), given, operands, tuple(floats), one_run)
+
+
+def _agree(a: TrueSizes | None, b: TrueSizes) -> bool:
+    """Return whether the host knows that two tensors, padded apart, have the same true sizes."""
+    return a is not None and a.key == b.key and a.known_on_host and b.known_on_host and a.host() == b.host()
+
+
+def _index_key(index: PyTree) -> tuple[object, ...] | None:
+    """Return the key of an index of ints, slices of ints, None and `...`; None for another index."""
+    parts: list[object] = []
+    for x in index if type(index) is tuple else (index,):
+        found = (x.start, x.stop, x.step) if type(x) is slice else (x,)
+        if any(type(n) not in _INDICES for n in found):
+            return None
+        parts.append(found)
+    return tuple(parts)
 
 
 def learn(
@@ -273,17 +328,18 @@ def learn(
         return
     op, op_args, op_kwargs = single
     arguments = [*op_args, *op_kwargs.values()]
-    given = {i: x for i, x in enumerate(key.given) if isinstance(x, Tensor | float)}
+    given = {i: x for i, x in enumerate(key.given) if isinstance(x, Tensor | float) or _has_tensors(x)}
     placed: dict[int, int] = {}
     for i, x in given.items():
         at = [j for j, y in enumerate(arguments) if _is_same(x, y)]
-        if isinstance(x, Tensor) and not at:
+        is_tensor = not isinstance(x, float)
+        if is_tensor and not at:
             return
         # Code in Python may compute with a float, which happens to be its own result.
         is_computed = isinstance(func, FunctionType) or len(at) != 1
-        if isinstance(x, Tensor) or (not is_computed and sum(_is_same(x, y) for y in given.values()) == 1):
+        if is_tensor or (not is_computed and sum(_is_same(x, y) for y in given.values()) == 1):
             placed |= dict.fromkeys(at, i)
-    if any(isinstance(x, Tensor) and j not in placed for j, x in enumerate(arguments)):
+    if any((isinstance(x, Tensor) or _has_tensors(x)) and j not in placed for j, x in enumerate(arguments)):
         return
     templates = [_Place(placed[j]) if j in placed else x for j, x in enumerate(arguments)]
     named = dict(zip(op_kwargs, templates[len(op_args) :], strict=True))
@@ -293,8 +349,15 @@ def learn(
 
 
 def _is_same(x: PyTree, y: PyTree) -> bool:
-    """Return whether two arguments are one tensor, or equal floats."""
+    """Return whether two arguments are one tensor, lists of the same ones, or equal floats."""
+    if _has_tensors(x):
+        return type(y) in _LISTS and len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
     return x is y if isinstance(x, Tensor) else type(y) is float and repr(x) == repr(y)
+
+
+def _has_tensors(x: PyTree) -> bool:
+    """Return whether an argument is a list of tensors, as `cat` takes."""
+    return type(x) in _LISTS and any(isinstance(t, Tensor) for t in x)
 
 
 def _remember(key: CallKey, single: SingleOp | None) -> None:

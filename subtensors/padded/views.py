@@ -94,6 +94,15 @@ def refresh_view(x: PaddedTensor) -> PaddedTensor:
     return x if source.latest is None else source.latest
 
 
+def is_current(x: PaddedTensor) -> bool:
+    """Return whether a tensor is no view, or its base was not written to since the view was taken."""
+    source = x._view_source
+    if source is None:
+        return True
+    base = source.base()
+    return source.latest is None and (base is None or _versions(base, x._view == "copy") == source.versions)
+
+
 def refresh_copies(x: PaddedTensor) -> None:
     """Retake the copied views of a tensor that was just written to: a copy doesn't share the memory of its base."""
     for base in _with_bases(x):

@@ -71,14 +71,27 @@ CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (Tensor.permute, lambda x: x.permute(2, 0, 1)),
     (Tensor.permute, lambda x: x.permute((1, 0, 2))),
     (Tensor.expand, lambda x: x.unsqueeze(0).expand(3, -1, -1, -1)),
+    (Tensor.__getitem__, lambda x: x[:, :, 1:4]),
+    (Tensor.__getitem__, lambda x: x[..., -2]),
+    (Tensor.__getitem__, lambda x: x[:, None]),
+    (Tensor.__getitem__, lambda x: x[:, :3]),
+    (Tensor.__getitem__, lambda x: x[0]),
+    (torch.cat, lambda x: torch.cat([x, x * 2], -1)),
+    (torch.cat, lambda x: torch.cat((x, torch.ones(2, 8, 1, dtype=torch.float64), x), dim=2)),
+    (torch.cat, lambda x: torch.cat([x, x])),
+    (torch.stack, lambda x: torch.stack([x, x], 1)),
 ]
 LINES = [pytest.param(call, id=f"{i} {func.__name__}") for i, (func, call) in enumerate(CALLS)]
 
 
-@pytest.mark.parametrize("records", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize(
+    ("records", "is_enabled"),
+    [(True, True), (False, False), (False, True)],
+    ids=["with gradients", "without", "of tensors that require none"],
+)
 @pytest.mark.parametrize("call", LINES)
 def test_the_fast_path_runs_the_same_rules_as_the_dispatcher(
-    call: Callable[..., Any], records: bool, monkeypatch: pytest.MonkeyPatch
+    call: Callable[..., Any], records: bool, is_enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[Any]] = []
     run_call = interpreter.run_call
@@ -98,7 +111,7 @@ def test_the_fast_path_runs_the_same_rules_as_the_dispatcher(
         for n in (5, 7, 1, 8):
             made.append([])
             own = torch.randn(2, n, 6, dtype=torch.float64, requires_grad=records)
-            with torch.set_grad_enabled(records):
+            with torch.set_grad_enabled(is_enabled):
                 out = call(st.pad(own, {1: SEQ}, value=NAN))
             is_padded = isinstance(out, st.PaddedTensor)
             known.append((_described(unwrap(out)) if is_padded else type(out), out.requires_grad))
@@ -121,7 +134,7 @@ def test_the_fast_path_runs_the_same_rules_as_the_dispatcher(
 def _described(x: Any) -> Any:
     if isinstance(x, interpreter.PaddedValue):
         return x.dims, tuple(x.shape), x.fill, x.view, x.tracker is None
-    return list(x) if isinstance(x, (tuple, list)) else x
+    return [*map(_described, x)] if isinstance(x, (tuple, list)) else x
 
 
 def test_autocast_casts_calls_of_the_fast_path() -> None:
@@ -182,10 +195,25 @@ def test_a_view_is_retaken_after_a_write_to_its_base() -> None:
 @torch.no_grad()
 def test_a_call_with_a_cached_outcome_makes_few_python_calls() -> None:
     x = st.pad(torch.randn(2, 5, 6, dtype=torch.float64), {1: SEQ})
-    for call in (lambda: F.linear(x, W, B), lambda: x + x, lambda: x.transpose(1, 2), lambda: x.view(2, -1, 2, 3)):
+    apart = st.pad(torch.randn(2, 5, 6, dtype=torch.float64), {1: SEQ})
+    for call in (
+        lambda: F.linear(x, W, B),
+        lambda: x + x,
+        lambda: x.transpose(1, 2),
+        lambda: x.view(2, -1, 2, 3),
+        lambda: x[:, :, :4],
+        lambda: torch.cat([x, x], -1),
+        lambda: x.split(2, -1),
+    ):
         call()
         call()
         assert python_calls(call) <= 32
+        with torch.enable_grad():  # of tensors that require no gradient
+            assert python_calls(call) <= 96
+    for call in (lambda: x + apart, lambda: torch.cat([x, apart], -1)):  # their true sizes are compared
+        call()
+        call()
+        assert python_calls(call) <= 40
     _ = x.shape
     assert python_calls(lambda: x.shape) <= 6
 
@@ -216,3 +244,36 @@ def test_a_call_that_may_be_no_op_is_one_only_where_it_has_to_be() -> None:
         assert x.to(torch.float64).dtype == torch.float64
         assert x.to(torch.float32) is x
         assert x.transpose(0, 1).contiguous().is_contiguous()
+
+
+def test_tensors_padded_apart_are_alike_where_their_true_sizes_are_the_same() -> None:
+    s, t = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    x = st.pad(s, {1: SEQ})
+    for _ in range(3):
+        torch.testing.assert_close((x + st.pad(t, {1: SEQ})).unpad(), s + t)
+        torch.testing.assert_close(torch.cat([x, st.pad(t, {1: SEQ})], 2).unpad(), torch.cat([s, t], 2))
+    for call in (lambda y: x + y, lambda y: torch.cat([x, y], 2)):
+        with pytest.raises(st.SizeError, match="seq is 5 in one tensor and 6 in another"):
+            call(st.pad(torch.randn(2, 6, 6), {1: SEQ}))
+
+
+def test_a_view_of_what_requires_no_gradient_gets_one_that_is_written_to_its_base() -> None:
+    t, w = torch.randn(2, 5, 6), torch.randn(6, requires_grad=True)
+    for take in (lambda x: x.transpose(1, 2), lambda x: x[:, :, :4], lambda x: x.unsqueeze(0)):
+        for _ in range(3):  # the third repeats an outcome
+            x = st.pad(t, {1: SEQ}) * 1
+            view = take(x)
+            x.mul_(w)
+            (found,) = torch.autograd.grad(view.square().sum(), w)
+            (wanted,) = torch.autograd.grad(take(t * w).square().sum(), w)
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_call_of_a_view_whose_base_was_written_to_takes_its_new_values() -> None:
+    t = torch.randn(2, 5, 6)
+    for _ in range(3):
+        x = st.pad(t, {1: SEQ}) * 1
+        view = x.transpose(1, 2)
+        torch.testing.assert_close((view + view).unpad(), 2 * t.transpose(1, 2))
+        x.mul_(3)
+        torch.testing.assert_close((view + view).unpad(), 6 * t.transpose(1, 2))
