@@ -34,7 +34,7 @@ from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results
 from subtensors.padded.padded_tensor import PaddedTensor, View, fill_of, wrap_dense
-from subtensors.padded.views import is_current, remember_views
+from subtensors.padded.views import is_current, refresh_copies, remember_views
 
 aten = torch.ops.aten
 
@@ -99,6 +99,7 @@ class SingleOp:
         args, kwargs: its arguments, with a place for each tensor and each float that the call was given.
         fixed: the text of floats without a place, by their position in the call.
         results: the type of several results; None of a single one.
+        writes: True if it writes to all of the first argument's storage, whose padding is undefined.
         outcomes: by the floats of a call.
     """
 
@@ -107,6 +108,7 @@ class SingleOp:
     kwargs: Mapping[str, PyTree]
     fixed: Mapping[int, str] = field(default_factory=dict)
     results: type | None = None
+    writes: bool = False
     outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def arguments(self, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
@@ -169,12 +171,16 @@ def run_op(op: OpOverload, func: Callable[..., PyTree], args: Args, kwargs: Kwar
 
 def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     is_repeatable = key.sizes is not None and not is_observed() and not _is_tracked(key.given)
-    if is_repeatable and (known := single.outcomes.get(key.floats)) is not None:
+    known = single.outcomes.get(key.floats)
+    if is_repeatable and (known is not None or single.writes):
         if kwargs or type(func) is FunctionType:
             op_args, op_kwargs = single.arguments(key.operands)
             dense = single.op(*op_args, **op_kwargs)
         else:  # torch's own binding of the op takes the host less time than the op's overload
             dense = func(*key.operands)
+        if known is None:
+            refresh_copies(args[0])
+            return args[0]
         results: PyTree
         if single.results is None:
             results = wrap_dense(dense, known[0][0], key.sizes, known[0][1], known[0][2])
@@ -184,6 +190,8 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
         if known[0][2] and torch.is_grad_enabled():
             remember_views(func, args, kwargs, results, [])
         return results
+    if single.writes:
+        return NotImplemented
     values: dict[int, PaddedValue] = {}
 
     def inner(x: PyTree) -> PyTree:
@@ -312,6 +320,7 @@ def learn(
     kwargs: Kwargs,
     single: tuple[OpOverload, Args, Kwargs] | None,
     kind: type = Tensor,
+    writes: bool = False,
 ) -> None:
     """Note which op a call was.
 
@@ -319,6 +328,7 @@ def learn(
         func, args, kwargs: the call.
         single: its op and the op's arguments, with the tensors that the call was given; None if it was several ops.
         kind: the type of its result, or of the container of several.
+        writes: as in `SingleOp`.
     """
     key = call_key(func, args, kwargs)
     if key is None or key.values in _calls:
@@ -345,7 +355,7 @@ def learn(
     named = dict(zip(op_kwargs, templates[len(op_args) :], strict=True))
     fixed = {i: repr(x) for i, x in given.items() if isinstance(x, float) and i not in placed.values()}
     results = None if issubclass(kind, Tensor) else kind
-    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed, results))
+    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed, results, writes))
 
 
 def _is_same(x: PyTree, y: PyTree) -> bool:

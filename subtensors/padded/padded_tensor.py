@@ -93,8 +93,8 @@ class PaddedTensor(Tensor):
     _dims: tuple[Factors, ...]
     _sizes: TrueSizes | None
     _fill: Fill | None
-    _view: View = ""
-    _tracker: GradientTracker | None = None
+    _view: View
+    _tracker: GradientTracker | None
     _fill_version: int | None = None
     """The version of the storage that `_fill` describes; None where no write makes it stale."""
     _view_source: ViewSource | None = None
@@ -312,27 +312,20 @@ class PaddedTensor(Tensor):
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
-    out = wrap_dense(value.dense, value.dims, value.sizes, value.fill, value.view)
-    if value.tracker is not None:
-        out._tracker = value.tracker
-    return out
+    return wrap_dense(value.dense, value.dims, value.sizes, value.fill, value.view, value.tracker)
 
 
 def wrap_dense(
-    dense: Tensor, dims: tuple[Factors, ...], sizes: TrueSizes | None, fill: Fill | None, view: View
-) -> PaddedTensor:
+    dense: Tensor, dims: tuple[Factors, ...], sizes: TrueSizes | None, fill: Fill | None, view: View,
+    tracker: GradientTracker | None = None,
+) -> PaddedTensor:  # fmt: skip
     """`make_padded` of a value with these fields."""
     out: PaddedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        PaddedTensor,
-        dense.shape,
-        strides=dense.stride(),
-        storage_offset=dense.storage_offset(),
-        dtype=dense.dtype,
-        device=dense.device,
-    )
+        PaddedTensor, dense.shape, strides=dense.stride(), storage_offset=dense.storage_offset(),
+        dtype=dense.dtype, device=dense.device,
+    )  # fmt: skip
     out._dense, out._dims, out._sizes, out._fill = dense, dims, sizes, fill
-    if view:
-        out._view = view
+    out._view, out._tracker = view, tracker
     if fill == EDGE_FILL:
         # A write to valid values leaves the padding unchanged, so it no longer repeats the edge.
         out._fill_version = dense._version

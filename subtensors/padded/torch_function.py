@@ -141,11 +141,10 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     """Run a torch function that has a PaddedTensor among its arguments."""
     if func in fast_path.single_op_functions:
         try:
-            answer = fast_path.try_fast_path(func, args, kwargs)
+            if (answer := fast_path.try_fast_path(func, args, kwargs)) is not NotImplemented:
+                return answer
         except RuleError as error:
             return run_on_unpadded_data(func, args, kwargs, error)
-        if answer is not NotImplemented:
-            return answer
     if func in _COMMON_GETTERS:
         if func == _SHAPE and not ops.is_tracing():
             return shape_of(args[0])
@@ -246,15 +245,16 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
 
 
 def _learn(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, frame: CallFrame, out: PyTree) -> None:
-    """Repeat this call by its rule next time, if it is one op that writes to nothing."""
+    """Repeat this call by its rule next time, if it is one op that writes to nothing or to a storage directly."""
     if not frame.count or dispatcher.is_intercepted():
         return
     outs = [*out] if isinstance(out, tuple | list) else [out]
-    if frame.op is not None and len(outs) == len(frame.op[3]):
+    writes_first = all(args and x is args[0] for x in frame.overwritten)
+    if frame.op is not None and len(outs) == len(frame.op[3]) and writes_first:
         op, *arguments, found = frame.op
         if all(isinstance(x, PaddedTensor) and x is y() for x, y in zip(outs, found, strict=True)):
             given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
-            fast_path.learn(func, args, kwargs, (op, *given), type(out))
+            fast_path.learn(func, args, kwargs, (op, *given), type(out), writes=bool(frame.overwritten))
             return
     fast_path.learn(func, args, kwargs, None)
 
@@ -294,7 +294,8 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
             writes = is_in_place(op) or functional_form(op) is not op
             out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs)
             frame.count += 2 if writes else 1
-            frame.op = None if frame.count > 1 else (op, args, kwargs, [*map(weakref.ref, tree_find(Tensor, out))])
+            found = [*map(weakref.ref, tree_find(Tensor, out))]
+            frame.op = None if frame.count > (2 if frame.overwritten else 1) else (op, args, kwargs, found)
             return out
     except decomposable.MustDecompose:
         pass
@@ -321,10 +322,8 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
         raise UnsupportedCall(f"{op} writes to its arguments, and has no functional form")
     records = torch.is_grad_enabled() and any(x._dense.requires_grad for x in frame.placeholders.values())
     if not records and _may_write_padding(op, targets, args, kwargs, frame):
-        op(
-            *tree_map_only(PaddedTensor, lambda t: t._dense, args),
-            **tree_map_only(PaddedTensor, lambda t: t._dense, kwargs),
-        )
+        own_args, own_kwargs = tree_map_only(PaddedTensor, lambda t: t._dense, (args, kwargs))
+        op(*own_args, **own_kwargs)
         frame.overwritten.append(frame.originals[id(targets[0])])
         return targets[0]
     through_views = {id(target): target for target in targets if id(target) not in frame.originals and target._view}

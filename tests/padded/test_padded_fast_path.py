@@ -277,3 +277,45 @@ def test_a_call_of_a_view_whose_base_was_written_to_takes_its_new_values() -> No
         torch.testing.assert_close((view + view).unpad(), 2 * t.transpose(1, 2))
         x.mul_(3)
         torch.testing.assert_close((view + view).unpad(), 6 * t.transpose(1, 2))
+
+
+WRITES: list[Callable[..., Any]] = [
+    lambda x, y: x.add_(y),
+    lambda x, y: x.mul_(0.5),
+    lambda x, y: x.add_(y, alpha=2.5),
+    lambda x, y: x.__iadd__(y),
+    lambda x, y: F.relu(x, inplace=True),
+    lambda x, y: torch.sigmoid_(x),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_repeated_write_reaches_the_tensor_and_its_views(write: Callable[..., Any], is_enabled: bool) -> None:
+    s, t = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    with torch.set_grad_enabled(is_enabled):
+        for _ in range(4):
+            x, y = st.pad(s, {1: SEQ}).exp() + 1, st.pad(t, {1: SEQ})
+            assert unwrap(x).fill is None
+            aliased, copied = x.transpose(1, 2), x[:, 2:]
+            assert write(x, y) is x
+            wanted = write(s.exp() + 1, t)
+            for found, of in ((x, wanted), (aliased, wanted.transpose(1, 2)), (copied, wanted[:, 2:])):
+                torch.testing.assert_close((found * 1).unpad(), of)
+    assert any(single.writes for single in fast_path._calls.values() if single)
+
+
+def test_a_repeated_write_that_autograd_tracks_keeps_its_gradient() -> None:
+    s, t, w = torch.randn(2, 5, 6), torch.randn(2, 5, 6), torch.randn(6, requires_grad=True)
+    for factor in (None, None, None, w, None, w):
+        x, y = st.pad(s, {1: SEQ}).exp() + 1, st.pad(t, {1: SEQ})
+        x += y if factor is None else y * factor
+        torch.testing.assert_close(x.unpad(), s.exp() + 1 + t * (1 if factor is None else factor))
+        assert x.requires_grad == (factor is not None)
+        if factor is not None:
+            (found,) = torch.autograd.grad(x.square().sum(), w)
+            (wanted,) = torch.autograd.grad((s.exp() + 1 + t * w).square().sum(), w)
+            torch.testing.assert_close(found, wanted)
+    x = st.pad(s, {1: SEQ}).exp() + 1
+    with pytest.raises(st.SizeError, match="seq is 5 in one tensor and 6 in another"):
+        x += st.pad(torch.randn(2, 6, 6), {1: SEQ})
