@@ -193,32 +193,29 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
     if single.writes:
         return NotImplemented
     values: dict[int, PaddedValue] = {}
-
-    def inner(x: PyTree) -> PyTree:
-        if type(x) is PaddedTensor:
-            if id(x) not in values:
-                values[id(x)] = unwrap_with_grad(x)
-            return values[id(x)]
-        if type(x) in _LISTS:
-            return [*map(inner, x)]
-        return unpadded_value(x) if type(x) in PLAIN_TYPES else x
-
     # A view that is older than the last write to its base is retaken here, by a call of its own.
-    op_args, op_kwargs = single.arguments([*map(inner, key.given)])
+    op_args, op_kwargs = single.arguments([_value_of(x, values) for x in key.given])
     with torch._C.DisableTorchFunctionSubclass():
         call = PaddedCall(single.op, op_args, op_kwargs)
         out = rules.run_call(call)
-    outs, unchanged = (
-        ([out], [call.unchanged]) if single.results is None else (out, call.unchanged or [None] * len(out))
-    )
-    is_unchanged = all(
-        t is value.dense and value.padded_dims and value.sizes is key.sizes and value.view != "copy"
-        for t, value in zip(unchanged, outs, strict=True)
-    )
-    if is_repeatable and is_unchanged and len(single.outcomes) < MAX_CALLS:
-        single.outcomes[key.floats] = [(value.dims, value.fill, value.view) for value in outs]
+    outs = [out] if single.results is None else out
+    if is_repeatable and call.unchanged is not None and len(single.outcomes) < MAX_CALLS:
+        given = zip([call.unchanged] if single.results is None else call.unchanged, outs, strict=True)
+        if all(t is x.dense and x.sizes is key.sizes and x.view != "copy" and x.padded_dims for t, x in given):
+            single.outcomes[key.floats] = [(x.dims, x.fill, x.view) for x in outs]
     results = wrap_results(outs, func, args, kwargs)
     return results[0] if single.results is None else single.results(results)
+
+
+def _value_of(x: PyTree, values: dict[int, PaddedValue]) -> PyTree:
+    """Return an argument as rules take it; one tensor that is given twice is one value, kept in `values` by its id."""
+    if type(x) is PaddedTensor:
+        if id(x) not in values:
+            values[id(x)] = unwrap_with_grad(x)
+        return values[id(x)]
+    if type(x) in _LISTS:
+        return [_value_of(t, values) for t in x]
+    return unpadded_value(x) if type(x) in PLAIN_TYPES else x
 
 
 def _is_tracked(given: Sequence[PyTree]) -> bool:

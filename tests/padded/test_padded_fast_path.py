@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -319,3 +321,20 @@ def test_a_repeated_write_that_autograd_tracks_keeps_its_gradient() -> None:
     x = st.pad(s, {1: SEQ}).exp() + 1
     with pytest.raises(st.SizeError, match="seq is 5 in one tensor and 6 in another"):
         x += st.pad(torch.randn(2, 6, 6), {1: SEQ})
+
+
+@pytest.mark.parametrize("call", [lambda x: x.sum(1), lambda x: torch.cat([x, x], -1), lambda x: x.split(2, -1)])
+def test_a_repeated_call_leaves_no_tensor_to_the_garbage_collector(call: Callable[..., Any]) -> None:
+    own = torch.randn(2, 5, 6, requires_grad=True)
+    for _ in range(3):
+        call(st.pad(own, {1: SEQ}))
+    gc.collect()
+    gc.disable()
+    try:
+        x = st.pad(own, {1: SEQ})
+        found = weakref.ref(x._dense)
+        call(x)
+        del x
+        assert found() is None
+    finally:
+        gc.enable()
