@@ -8,7 +8,7 @@ autocast and every mode off, nothing between the function and the rule can chang
 A rule looks at dims, fills and dtypes, and often finds nothing to fill or to mask. If it only ran the op on its
 operands' storages, a repeat does the same: then its `Outcome` is reused, and the call is the op and a new
 wrapper. That holds where the rule depends on nothing else, such as true sizes known on the host, and where autograd
-tracks nothing.
+tracks nothing. A pointwise op that may write to all of its argument's storage, padding included, is repeated likewise.
 """
 
 from __future__ import annotations
