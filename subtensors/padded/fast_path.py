@@ -200,8 +200,8 @@ def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args
         out = rules.run_call(call)
     outs = [out] if single.results is None else out
     if is_repeatable and call.unchanged is not None and len(single.outcomes) < MAX_CALLS:
-        given = zip([call.unchanged] if single.results is None else call.unchanged, outs, strict=True)
-        if all(t is x.dense and x.sizes is key.sizes and x.view != "copy" and x.padded_dims for t, x in given):
+        pairs = zip([call.unchanged] if single.results is None else call.unchanged, outs, strict=True)
+        if all(t is x.dense and x.sizes is key.sizes and x.view != "copy" and x.padded_dims for t, x in pairs):
             single.outcomes[key.floats] = [(x.dims, x.fill, x.view) for x in outs]
     results = wrap_results(outs, func, args, kwargs)
     return results[0] if single.results is None else single.results(results)
