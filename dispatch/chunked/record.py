@@ -203,8 +203,3 @@ def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | Row
 def chunk_dim_size(layout: RowLayout) -> PerChunk:
     """Return the size of a chunked dim, which differs between chunks."""
     return PerChunk(layout.size_in)
-
-
-def normalized_dim(dim: int, ndim: int) -> int:
-    """Return a dim counted from the front."""
-    return dim + max(ndim, 1) if dim < 0 else dim

@@ -45,6 +45,8 @@ class BoundCall(Generic[ValueT]):
                 raise TypeError(f"{op} needs {name}")
         self.values: list[ValueT] = _find(kind, self.arguments)
         """The tensors among the arguments."""
+        self.found: DimMap | None = None
+        """Its dimension map, once that is known."""
 
     def __getitem__(self, name: str) -> PyTree:
         return self.arguments[name]
@@ -59,7 +61,7 @@ class BoundCall(Generic[ValueT]):
     def replace(self, name: str, value: PyTree) -> None:
         """Set an argument to another value."""
         self.arguments[name] = value
-        self.values = _find(self._kind, self.arguments)
+        self.values, self.found = _find(self._kind, self.arguments), None
 
     def split(self, arguments: Mapping[str, PyTree]) -> tuple[Args, Kwargs]:
         """Return arguments by name as those with a position, and the others."""
@@ -70,7 +72,9 @@ class BoundCall(Generic[ValueT]):
 
     def dims(self) -> DimMap:
         """Return the dimension map of the call."""
-        return dim_map(self.op, self.arguments, self.values)
+        if self.found is None:
+            self.found = dim_map(self.op, self.arguments, self.values)
+        return self.found
 
 
 def _find(kind: type[ValueT], arguments: Kwargs) -> list[ValueT]:

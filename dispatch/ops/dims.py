@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -41,6 +41,7 @@ Labels = tuple[Label, ...]
 """The label of each dim. In a result, None is a dim of its own, and a last Ellipsis is any number of those."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., PyTree])
+MapFunction = Callable[..., "DimMap"]
 
 
 class Operand(Protocol):
@@ -70,6 +71,7 @@ class DimMap(NamedTuple):
         sizes: the name of the argument that lists the sizes of the result, if there is one.
         partial: whether the op raises an error for some values of an operand.
         added: of a product, the index of an operand that is added to it.
+        shape: of a reshape, the sizes of the result: along combined dims, too, its elements are in the same order.
     """
 
     operands: tuple[Labels, ...]
@@ -79,6 +81,7 @@ class DimMap(NamedTuple):
     sizes: str = ""
     partial: bool = False
     added: int | None = None
+    shape: tuple[int, ...] | None = None
 
     def of_result(self, index: int) -> Labels:
         """Return the labels of a result."""
@@ -112,7 +115,7 @@ def carried(
     return DimMap((own,), (labels,), frozenset(combined) | (frozenset(own) - set(labels)), moves, sizes)
 
 
-_MAPS: dict[OpOverload | OpOverloadPacket | OpClass, Callable[..., DimMap]] = {}
+_MAPS: dict[OpOverload | OpOverloadPacket | OpClass, MapFunction] = {}
 
 
 def dim_rule(*keys: OpOverload | OpOverloadPacket | OpClass) -> Callable[[FunctionT], FunctionT]:
@@ -135,7 +138,12 @@ def dim_rule(*keys: OpOverload | OpOverloadPacket | OpClass) -> Callable[[Functi
     return add
 
 
-def map_function(op: OpOverload) -> Callable[..., DimMap] | None:
+def is_map(key: object) -> TypeGuard[MapFunction]:
+    """Return whether this is a function that gives some ops their dimension map."""
+    return any(key is function for function in _MAPS.values())
+
+
+def map_function(op: OpOverload) -> MapFunction | None:
     """Return the function that gives the dimension map of an op: of the overload, the op or its class."""
     return next((_MAPS[key] for key in (op, op.overloadpacket, op_class(op)) if key in _MAPS), None)
 

@@ -92,11 +92,17 @@ def reduction(x: Operand, dim: int | Sequence[int] | None = None, keepdim: bool 
     return carried(x, [d for d in labels_of(x) if d not in reduced], moves=False)
 
 
-@dim_rule(*SCANNED_BY, aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
-          aten.special_softmax, aten.special_log_softmax, aten.sort, aten.topk, aten.argsort)  # fmt: skip
+@dim_rule(*SCANNED_BY, aten.sort, aten.topk, aten.argsort)
 def along(x: Operand, dim: int = -1) -> DimMap:
     """Every dim, with one of them in which positions depend on each other."""
     return carried(x, labels_of(x), [normalized(dim, x.ndim)] if x.ndim else [], moves=False)
+
+
+@dim_rule(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
+          aten.special_softmax, aten.special_log_softmax)  # fmt: skip
+def softmax(x: Operand, dim: int) -> DimMap:
+    """Every dim, with exponentials divided by their sum along one of them."""
+    return along(x, dim)
 
 
 @dim_rule(aten.msort)

@@ -10,12 +10,13 @@ or one overload of it, is special, it gets a rule of its own, and the most speci
     table.lookup(aten.add_.Tensor)
       1. aten.add_.Tensor     the overload     special to one signature, such as `out=`
       2. aten.add_            the op           special to one op, in all its overloads
-      3. OpClass.POINTWISE    its class        right for every op of the class
-      4. DimMap               its map          right for every op whose dims have labels (`dims.py`)
-      5. RuleError            refusal          names the op, its class, the type, and what to do instead
+      3. sample_dims.loss     its map          right for every op with the dimension map of this function
+      4. OpClass.POINTWISE    its class        right for every op of the class
+      5. DimMap               any map          right for every op whose dims have labels (`dims.py`)
+      6. RuleError            refusal          names the op, its class, the type, and what to do instead
 
 The rule for `DimMap` is a type's interpreter of dimension maps. It serves all calls that leave the type's own dims
-alone; for the others the table has rules that were registered with `across=True`, found by overload, op or class.
+alone; for the others the table has rules that were registered with `across=True`, found by overload, op, map or class.
 
 All types share this lookup. A rule takes a call, and after it any of the op's arguments by name:
 
@@ -34,13 +35,13 @@ from typing import TypeVar
 from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.bound_call import by_name
-from subtensors.dispatch.ops.dim_table import has_map
-from subtensors.dispatch.ops.dims import DimMap
+from subtensors.dispatch.ops.dim_table import is_map, map_function
+from subtensors.dispatch.ops.dims import DimMap, MapFunction
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.tree import PyTree
 
-Key = OpOverload | OpOverloadPacket | OpClass | type[DimMap]
+Key = OpOverload | OpOverloadPacket | OpClass | MapFunction | type[DimMap]
 Rule = Callable[..., PyTree]
 RuleT = TypeVar("RuleT", bound=Rule)
 
@@ -64,8 +65,9 @@ ADVICE: Mapping[OpClass, str] = {
 class RuleTable:
     """The rules of one tensor type, by op.
 
-    A key is an overload (`aten.add.Tensor`), an op with all its overloads (`aten.add`), a class of ops
-    (`OpClass.POINTWISE`) or `DimMap`, for every op that has a dimension map. The nearest key wins, in this order.
+    A key is an overload (`aten.add.Tensor`), an op with all its overloads (`aten.add`), the function that gives some
+    ops their dimension map, a class of ops (`OpClass.POINTWISE`) or `DimMap`, for every op that has a dimension map.
+    The nearest key wins, in this order.
 
     Args:
         type_name: the type, as messages name it.
@@ -97,7 +99,7 @@ class RuleTable:
         """Register the decorated function for one or more keys.
 
         Args:
-            keys: overloads, ops, classes or `DimMap`; at least one.
+            keys: overloads, ops, dimension maps, classes or `DimMap`; at least one.
             across: whether the rule is for calls that combine positions of the type's own dims, by their dimension map.
 
         Returns:
@@ -120,7 +122,7 @@ class RuleTable:
             raise TypeError("register needs at least one key: an overload, an op or an OpClass")
         rules = self._across if across else self._rules
         for key in keys:
-            if key is not DimMap and not isinstance(key, OpOverload | OpOverloadPacket | OpClass):
+            if not (key is DimMap or isinstance(key, OpOverload | OpOverloadPacket | OpClass) or is_map(key)):
                 raise TypeError(f"a rule's key is an OpOverload, an OpOverloadPacket or an OpClass, not {key!r}")
 
         def add(rule: RuleT) -> RuleT:
@@ -175,7 +177,9 @@ plain tensor values
     def key_of(self, op: OpOverload, across: bool = False) -> Key | None:
         """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""
         rules = self._across if across else self._rules
-        keys: tuple[Key, ...] = (op, op.overloadpacket, op_class(op), *([DimMap] if has_map(op) else []))
+        found = map_function(op)
+        mapped: tuple[Key, ...] = () if found is None else (found, DimMap)
+        keys: tuple[Key, ...] = (op, op.overloadpacket, *mapped[:1], op_class(op), *mapped[1:])
         return next((key for key in keys if key in rules), None)
 
     def explain(self, op: OpOverload, across: bool = False) -> str:
@@ -214,6 +218,8 @@ def _describe_key(key: Key) -> str:
         return f"every {key.value} op"
     if key is DimMap:
         return "every op with a dimension map"
+    if is_map(key):
+        return f"every op with the dimension map {key.__name__}"
     return _qualified(key) if isinstance(key, OpOverload) else f"every overload of {key}"
 
 

@@ -1,4 +1,4 @@
-"""The dimension maps of ops that treat the slices of a batch independently, and of reads and writes at an index.
+"""The dimension maps of ops that treat the slices of a batch independently.
 
 The core dims of an operand are those that such an op combines; all dims before them are batch dims, which broadcast.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.ops.dims import DimMap, Labels, Operand, dim_rule, labels_of, normalized
+from subtensors.dispatch.ops.dims import DimMap, Labels, Operand, carried, dim_rule, labels_of
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass
 
@@ -123,41 +123,11 @@ def like(x: Operand) -> DimMap:
     return DimMap((own,), (own,))
 
 
-@dim_rule(aten.gather)
-def gather(x: Operand, dim: int, index: Operand) -> DimMap:
-    """An element for each position of an index, of a dim that is combined."""
-    return _at_index(x, dim, [x, index], index)
-
-
-@dim_rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
-def scatter(x: Operand, dim: int, index: Operand, src: Operand | None = None) -> DimMap:
-    """Elements replaced or reduced at the positions of an index, of a dim that is combined."""
-    return _at_index(x, dim, [x, index, *([] if src is None else [src])], x)
-
-
-def _at_index(x: Operand, dim: int, operands: Sequence[Operand], result: Operand) -> DimMap:
-    """Return the map of a read or write at an index; dims of different sizes are combined, too."""
-    at = normalized(dim, x.ndim)
-    uneven = [d for d in labels_of(x) if any(d >= y.ndim or y.shape[d] != x.shape[d] for y in operands)]
-    return DimMap(tuple(map(labels_of, operands)), (labels_of(result),), frozenset([at, *uneven]))
-
-
-@dim_rule(aten.embedding)
-def embedding(weight: Operand, indices: Operand, scale_grad_by_freq: bool = False) -> DimMap:
-    """A row of a table for each index; the gradient may depend on how often an index occurs."""
-    own = labels_of(indices)
-    combined = frozenset(["row", *own] if scale_grad_by_freq else ["row"])
-    return DimMap((("row", "feature"), own), ((*own, "feature"),), combined)
-
-
-@dim_rule(aten.index_select)
-def index_select(x: Operand, dim: int, index: Operand) -> DimMap:
-    """The positions of a dim that an index names."""
-    own, at = labels_of(x), normalized(dim, x.ndim)
-    named = ("index",) * index.ndim
-    if not own:
-        return DimMap((own, named), (own,), frozenset(named))
-    return DimMap((own, named), ((*own[:at], *(named or (None,)), *own[at + 1 :]),), frozenset([at]))
+@dim_rule(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
+def new(x: Operand, size: Sequence[int]) -> DimMap:
+    """A tensor of other sizes, with values that don't depend on the operand's."""
+    alike = [len(size) == x.ndim and x.shape[d] == n for d, n in enumerate(size)]
+    return carried(x, [d if same else None for d, same in enumerate(alike)], moves=False, sizes="size")
 
 
 @dim_rule(aten.one_hot)
@@ -167,23 +137,26 @@ def one_hot(x: Operand, num_classes: int) -> DimMap:
     return DimMap((own,), ((*own, None),), frozenset(own if num_classes < 0 else ()), partial=True)
 
 
-ELEMENTWISE_LOSSES = (
-    aten.mse_loss,
-    aten.smooth_l1_loss,
-    aten.huber_loss,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_with_logits,
-    aten.soft_margin_loss,
-)
-"""Losses of each element of broadcast operands, which are reduced where the call asks for it."""
+@dim_rule(aten.convolution)
+def convolution(x: Operand, weight: Operand, bias: Operand | None, transposed: bool, groups: int) -> DimMap:
+    """Sums over channels and windows; of several groups, each has output channels of its own."""
+    window = tuple(("position", d) for d in range(2, weight.ndim))
+    channels, out = ("in", "out") if groups == 1 else ("channel", "channel")
+    batch = ("sample",) if x.ndim == weight.ndim else ()
+    kernel = (channels, out, *window) if transposed else (out, channels, *window)
+    combined = frozenset([channels, *window])
+    biases = () if bias is None else ((out,),)
+    return DimMap(((*batch, channels, *window), kernel, *biases), ((*batch, out, *window),), combined)
+
 
 NONE, MEAN = 0, 1
 """Values of the argument `reduction`."""
 
 
-@dim_rule(*ELEMENTWISE_LOSSES)
+@dim_rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
+          aten.binary_cross_entropy_with_logits, aten.soft_margin_loss)  # fmt: skip
 def loss(operands: Sequence[Operand], reduction: int) -> DimMap:
-    """A loss of each element, or their mean or sum."""
+    """A loss of each element of broadcast operands, or their mean or sum."""
     found = pointwise(operands)._replace(partial=True)
     if reduction == NONE:
         return found

@@ -64,11 +64,11 @@ def reshape(x: Operand, size: Sequence[int]) -> DimMap:
         new[new.index(-1)] = elements // rest if rest else 0
     places = {(math.prod(x.shape[:d]), x.shape[d]): d for d in labels_of(x) if x.shape[d] != 1}
     kept = [places.get((math.prod(new[:d]), new[d])) if elements else None for d in range(len(new))]
-    return carried(x, kept, sizes="size")
+    return carried(x, kept, sizes="size")._replace(shape=tuple(new))
 
 
 @dim_rule(aten.alias, aten.alias_copy, aten.detach, aten.detach_copy, aten.lift_fresh, aten.lift, aten.contiguous,
-          aten.resolve_conj, aten.resolve_neg, aten.positive, aten.pin_memory)  # fmt: skip
+          aten.resolve_conj, aten.resolve_neg, aten.positive, aten.pin_memory, aten.requires_grad_)  # fmt: skip
 def same(x: Operand) -> DimMap:
     """Every dim as it is."""
     own = labels_of(x)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
@@ -23,7 +24,7 @@ from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, reshaped, size_of, static_dims
 
 MAX_PLANS = 4096
 """The most calls whose plans are cached."""
@@ -39,6 +40,7 @@ class CarryPlan:
         found: the op's map.
         is_read: whether the call reads at an index, whose padding must be in range.
         sums: whether the gradient of an operand sums over padding.
+        regrouped: of a reshape that merges or splits padded dims, the dims of its result.
         results: the dims of each result, once they are known.
     """
 
@@ -47,6 +49,7 @@ class CarryPlan:
     found: DimMap
     is_read: bool = False
     sums: bool = False
+    regrouped: Sequence[Factors] | None = None
     results: list[tuple[Factors, ...]] | None = None
 
 
@@ -60,23 +63,26 @@ def carry(call: PaddedCall) -> PyTree:
     sizes = values[0].sizes if len(values) == 1 else call.sizes()
     key = _key(call, sizes)
     plan = _plans.get(key) if key is not None else None
-    if plan is None:
-        plan = _planned(call, sizes, is_across=key is None)
-        if key is not None:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    if plan.across:
+    if plan is None and key is not None:
+        plan = _planned(call, sizes)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if plan is None or plan.across:
         rule = table.resolved_across.get(call.op) or table.lookup_across(call.op)
         if rule is None:
             raise UnsupportedCall("it combines valid positions with padding")
         call.is_across = True
+        if plan is not None:
+            call.found, call.label_dims = plan.found, plan.dims
         return rule(call)
     found = plan.found
     fill = _fill_after(values) if found.moves else None
     if plan.is_read or plan.sums or found.partial:
-        safe = {id(x): _safe(x, plan) for x in values if x.padded_dims}
+        safe = {id(x): _safe(x, plan) for x in values[plan.is_read :] if x.padded_dims}
         out = call.dense(tree_map_only(PaddedValue, lambda x: safe.get(id(x), x), call.arguments))
+        # An index may be on the CPU.
+        sizes = None if sizes is None else sizes.to(values[0].dense.device)
         outs = _as_values(out, plan, sizes, fill)
         return tree_map_only(PaddedValue, PaddedValue.gradient_masked, outs) if plan.is_read or plan.sums else outs
     return _as_values(call.dense(), plan, sizes, fill)
@@ -95,7 +101,9 @@ def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None
             kinds = {type(y) for y in x}
             if PaddedSize in kinds:
                 return None
-            key.append(tuple([(y.dims, several and y.is_tracked) for y in x]) if PaddedValue in kinds else tuple(x))
+            if PaddedValue in kinds:
+                x = [(y.dims, y.dense.dtype, several and y.is_tracked) if type(y) is PaddedValue else y for y in x]
+            key.append(tuple(x))
         elif kind is PaddedSize:
             return None
         else:
@@ -103,23 +111,20 @@ def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None
     return tuple(key)
 
 
-def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> CarryPlan:
+def _planned(call: PaddedCall, sizes: TrueSizes | None) -> CarryPlan:
     found, values = call.dims(), call.values
-    candidates: dict[Label, list[Factors]] = {}
-    for x, labels in zip(values, found.operands, strict=True):
-        for label, factors in zip(labels, x.dims, strict=True):
-            candidates.setdefault(label, []).append(factors)
     try:
         dims = {
             label: broadcast_dim(each, sizes) if label not in found.combined else _joined(each)
-            for label, each in candidates.items()
+            for label, each in dims_by_label(values, found).items()
         }
     except UnsupportedCall:
         _regroup(values, found, sizes)
         raise
     padded = {label for label, factors in dims.items() if is_padded(factors)}
-    if is_across or not padded.isdisjoint(found.combined):
-        return CarryPlan(True, dims, found)
+    if not padded.isdisjoint(found.combined):
+        regrouped = _regrouped(values[0], found)
+        return CarryPlan(regrouped is None, dims, found, regrouped=regrouped)
     several = len(values) > 1
     is_read = several and op_class(call.op) is OpClass.SCATTER_GATHER
     if is_read and lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
@@ -129,6 +134,25 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None, is_across: bool) -> Carr
         x.is_tracked and lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
     )
     return CarryPlan(False, dims, found, is_read, sums)
+
+
+def dims_by_label(values: Sequence[PaddedValue], found: DimMap) -> dict[Label, list[Factors]]:
+    """Return the dims that have each label, in the order of the operands."""
+    candidates: dict[Label, list[Factors]] = {}
+    for x, labels in zip(values, found.operands, strict=True):
+        for label, factors in zip(labels, x.dims, strict=True):
+            candidates.setdefault(label, []).append(factors)
+    return candidates
+
+
+def _regrouped(x: PaddedValue, found: DimMap) -> Sequence[Factors] | None:
+    """Return the dims of a reshape that keeps each padded dim in one piece; None of anything else."""
+    if found.shape is None or 0 in x.shape:
+        return None
+    try:
+        return reshaped(x.dims, found.shape)
+    except RuleError:
+        return None
 
 
 def _regroup(values: Sequence[PaddedValue], found: DimMap, sizes: TrueSizes | None) -> None:
@@ -149,8 +173,9 @@ def _joined(candidates: Sequence[Factors]) -> Factors:
 
 def _safe(x: PaddedValue, plan: CarryPlan) -> Tensor:
     """Return an operand's storage with values in the padding that the op and its gradient can take."""
-    if plan.is_read and not x.dense.is_floating_point():
-        return x.filled(0)
+    if plan.is_read:
+        # The gradients of reads and writes don't depend on values.
+        return x.dense if x.dense.is_floating_point() or x.dense.is_complex() else x.filled(0)
     return x.edge_filled() if plan.found.partial or (plan.sums and not plan.found.moves) else x.dense
 
 
@@ -158,7 +183,7 @@ def _as_values(out: PyTree, plan: CarryPlan, sizes: TrueSizes | None, fill: Fill
     """Return the results of an op as values with the dims that its map gives them."""
     if plan.results is None:
         tensors = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
-        dims = [_dims_of(plan.found.of_result(i), t, plan.dims) for i, t in enumerate(tensors)]
+        dims = [plan.regrouped or _dims_of(plan.found.of_result(i), t, plan.dims) for i, t in enumerate(tensors)]
         plan.results = [result(t, own, sizes).dims for t, own in zip(tensors, dims, strict=True)]
     if isinstance(out, Tensor):
         return PaddedValue(out, plan.results[0], sizes, fill)

@@ -17,7 +17,7 @@ from subtensors.dispatch.ops.dim_table import has_map
 from subtensors.dispatch.ops.dims import Label
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.carried_dims import MAX_PLANS, carry, lacks
+from subtensors.dispatch.padded.carried_dims import MAX_PLANS, carry, dims_by_label, lacks
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
@@ -110,13 +110,8 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None) -> _Plan:
     factors = [i for i in range(len(named)) if i != found.added]
     labels = [found.operands[i] for i in factors]
     operands = [call.values[i] for i in factors]
-    dims: dict[Label, Factors] = {}
-    for label in dict.fromkeys(label for at in labels for label in at):
-        own = [x.dims[at.index(label)] for x, at in zip(operands, labels, strict=True) if label in at]
-        dims[label] = broadcast_dim(own, sizes)
+    dims = {label: broadcast_dim(each, sizes) for label, each in dims_by_label(call.values, found).items()}
     added = None if found.added is None else (call.values[found.added], found.operands[found.added])
-    for label, own_dim in zip(added[1], added[0].dims, strict=True) if added is not None else ():
-        dims[label] = broadcast_dim([own_dim, dims[label]], sizes)
     padded = {label for label, factors in dims.items() if is_padded(factors)}
     sums = [x.is_tracked and lacks(x, at, dims, padded & {*out}) for x, at in zip(operands, labels, strict=True)]
     fillings = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
@@ -68,7 +69,7 @@ def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedVal
     return gather_along(unpacked, d, index, total)
 
 
-@table.register(aten.flip, aten.roll, across=True)
+@table.register(view_dims.reorder, across=True)
 def flip_or_roll(call: PaddedCall, x: PaddedValue, dims: Sequence[int], shifts: Sequence[int] = ()) -> PaddedValue:
     """Reorder the valid positions of a padded dim, and all of any other."""
     is_flip = call.op is aten.flip.default
@@ -85,7 +86,7 @@ def flip_or_roll(call: PaddedCall, x: PaddedValue, dims: Sequence[int], shifts: 
     return x
 
 
-@table.register(aten.repeat, aten.tile, across=True)
+@table.register(view_dims.repeat, across=True)
 def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Repeat the tensor along its dims."""
     times = list(call.get("repeats", call.get("dims")))
@@ -159,7 +160,7 @@ def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> Padd
     return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
-@table.register(aten.tril, aten.triu, across=True)
+@table.register(view_dims.triangle, across=True)
 def triangle(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """Zero above or below a diagonal: positions count from the start, where the valid ones are."""
     return x.like(call.dense(), 0 if x.fill == 0 else None)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops import index_dims
 from subtensors.dispatch.ops.tree import Kwargs
 from subtensors.dispatch.padded.data_dependent import index_by_mask
 from subtensors.dispatch.padded.errors import UnsupportedCall
@@ -84,7 +85,7 @@ def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: 
     return apply(aten.gather.default, widened[0], d, widened[1])
 
 
-@table.register(aten.take)
+@table.register(aten.take, across=True)
 def take(call: PaddedCall, x: PaddedValue, index: PaddedValue) -> PaddedValue:
     """Read elements of the flattened tensor."""
     x = flattened(x)
@@ -97,7 +98,7 @@ def take(call: PaddedCall, x: PaddedValue, index: PaddedValue) -> PaddedValue:
 Indices = Sequence[PaddedValue | None]
 
 
-@table.register(aten.index.Tensor, aten._unsafe_index.Tensor)
+@table.register(index_dims.index, across=True)
 def index(call: PaddedCall, x: PaddedValue, indices: Indices) -> PaddedValue:
     """Index with integers, or with one bool mask."""
     indices = _on_device_of(x, indices)
@@ -108,11 +109,12 @@ def index(call: PaddedCall, x: PaddedValue, indices: Indices) -> PaddedValue:
             return index_by_mask(call, x, d, only)
         if only.dim() == 1 and _differs_by_row(x, d):
             return _index_each_row(x, d, only)
-    found, at = _integer_indices(x, indices)
-    return result(call.dense({"indices": found}), _picked_dims(x, indices, at)[0], call.sizes()).gradient_masked()
+    found, _ = _integer_indices(x, indices)
+    dims = [call.label_dims[label] for label in call.dims().results[0]]
+    return result(call.dense({"indices": found}), dims, call.sizes()).gradient_masked()
 
 
-@table.register(aten.index_put, aten._unsafe_index_put)
+@table.register(index_dims.index_put, across=True)
 def index_put(call: PaddedCall, x: PaddedValue, indices: Indices, values: PaddedValue, accumulate: bool) -> PaddedValue:
     """Write or add at integer positions, or write one value under a bool mask."""
     indices = _on_device_of(x, indices)
@@ -134,7 +136,7 @@ def index_put(call: PaddedCall, x: PaddedValue, indices: Indices, values: Padded
     return _written(call, x, at[0], {"indices": found, "values": values.filled(0)})
 
 
-@table.register(aten.scatter, aten.scatter_add, aten.scatter_reduce, across=True)
+@table.register(index_dims.scatter, across=True)
 def scatter(
     call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue, src: PaddedValue | None = None
 ) -> PaddedValue:
@@ -148,7 +150,7 @@ def scatter(
     return _written(call, x, d, {"index": _placed(x, d, placed).filled(x.shape[d]), **changed})
 
 
-@table.register(aten.index_add, aten.index_copy, aten.index_reduce, aten.index_fill)
+@table.register(index_dims.index_write, across=True)
 def index_write(
     call: PaddedCall, x: PaddedValue, dim: int, index: PaddedValue, source: PaddedValue | None = None
 ) -> PaddedValue:
@@ -237,7 +239,8 @@ def _picked_dims(x: PaddedValue, indices: Indices, at: list[int]) -> tuple[list[
 
 def _on_device_of(x: PaddedValue, indices: Indices) -> Indices:
     """Move indices to the device of the tensor: torch accepts indices on the CPU, where it makes those of lists."""
-    return [i if i is None else i.like(i.dense.to(x.dense.device), i.fill) for i in indices]
+    device = x.dense.device
+    return [i if i is None or i.dense.device == device else i.like(i.dense.to(device), i.fill) for i in indices]
 
 
 def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tuple[list[Tensor | None], list[int]]:
@@ -258,7 +261,8 @@ def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tu
         elif slot and not at:
             # The slot moves the end that negative positions count from.
             dense = counted_from_start(dense, x.shape[d], x.shape[d])
-        dense = PaddedValue(dense, positions.dims, positions.sizes).filled(x.shape[d] if slot and not at else 0)
+        if positions.padded_dims:
+            dense = PaddedValue(dense, positions.dims, positions.sizes).filled(x.shape[d] if slot and not at else 0)
         at.append(d)
         found.append(dense)
     if not at:

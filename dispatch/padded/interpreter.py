@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.bound_call import BoundCall
+from subtensors.dispatch.ops.dims import Label
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.rule_table import RuleTable
@@ -41,6 +42,7 @@ from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
 from subtensors.dispatch.padded.positions import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
+from subtensors.dispatch.sizes.dim_factors import Factors
 
 table = RuleTable("PaddedTensor")
 """The rules: functions from a `PaddedCall` to results, with `PaddedValue` in place of tensors."""
@@ -87,6 +89,9 @@ class PaddedCall(BoundCall[PaddedValue]):
         """The result of the op on the operands' own storages; None until it has run on them."""
         self.is_across = False
         """True if the op combines positions of a padded dim, by its dimension map."""
+        self.label_dims: Mapping[Label, Factors] = {}
+        """The dims of each label of its map, where the op combines positions and all its sizes are plain."""
+        self._merged: tuple[list[PaddedValue], TrueSizes | None] | None = None
 
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
         """Run the op on the storages.
@@ -115,7 +120,9 @@ class PaddedCall(BoundCall[PaddedValue]):
 
     def sizes(self) -> TrueSizes | None:
         """The true sizes of all operands."""
-        return merge_sizes([x.sizes for x in self.values if x.sizes is not None])
+        if self._merged is None or self._merged[0] is not self.values:
+            self._merged = self.values, merge_sizes([x.sizes for x in self.values if x.sizes is not None])
+        return self._merged[1]
 
 
 def _dense_of(x: PyTree) -> PyTree:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.sample_dims import ELEMENTWISE_LOSSES, MEAN, NONE
+from subtensors.dispatch.ops import sample_dims
+from subtensors.dispatch.ops.sample_dims import MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
@@ -18,7 +19,7 @@ from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim
 aten = torch.ops.aten
 
 
-@table.register(*ELEMENTWISE_LOSSES, across=True)
+@table.register(sample_dims.loss, across=True)
 def elementwise_loss(call: PaddedCall, reduction: int) -> PaddedValue:
     """Compute an elementwise loss, then reduce it over valid elements."""
     each = run(call.op, (), {**call.arguments, "reduction": NONE})

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops import reduction_dims
 from subtensors.dispatch.ops.dims import listed
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, MAX, MIN, monoid_of
@@ -132,8 +133,7 @@ def trace(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     return apply(aten.sum.default, apply(aten.diagonal.default, x))
 
 
-@table.register(aten._softmax, aten._log_softmax, aten.softmax.int, aten.log_softmax.int, aten._safe_softmax,
-                aten.special_softmax, aten.special_log_softmax, across=True)  # fmt: skip
+@table.register(reduction_dims.softmax, across=True)
 def softmax(call: PaddedCall, x: PaddedValue, dim: int, dtype: torch.dtype | None = None) -> PaddedValue:
     """exp(x) / sum(exp(x)), with -inf in the padding, which adds nothing to the sum."""
     d = dim % x.dim()

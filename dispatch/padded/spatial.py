@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.reduction_dims import min_value
+from subtensors.dispatch.ops.sample_dims import CORE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.copies import pad_dim
 from subtensors.dispatch.padded.errors import UnsupportedCall
@@ -86,30 +87,20 @@ def windows(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     return result(out, dims, x.sizes).gradient_masked()
 
 
-_POOLED_DIMS = {
-    **dict.fromkeys([aten.avg_pool1d, aten.adaptive_avg_pool1d, aten.adaptive_max_pool1d], 1),
-    **dict.fromkeys([aten.max_pool2d_with_indices, aten.avg_pool2d, aten.adaptive_avg_pool2d], 2),
-    **dict.fromkeys([aten.max_pool3d_with_indices, aten.avg_pool3d, aten.adaptive_avg_pool3d], 3),
-    aten._adaptive_avg_pool2d: 2,
-    aten._adaptive_avg_pool3d: 3,
-}
-"""The number of last dims that each op pools."""
-
-
-@table.register(*[op for op in _POOLED_DIMS if "adaptive" in op.__name__], across=True)
+@table.register(*[op for op in CORE if "adaptive_avg" in op.__name__], aten.adaptive_max_pool1d, across=True)
 def adaptive_pool(call: PaddedCall, x: PaddedValue, output_size: Sequence[int]) -> PyTree:
     """Pool to a single position as a reduction; more windows would depend on the true size."""
     if any(size != 1 for size in output_size):
         raise UnsupportedCall("its windows depend on the true size")
     if call.op.overloadpacket is aten.adaptive_max_pool1d:
         return run(aten.max.dim, (x, x.dim() - 1, True), {})
-    return apply(aten.mean.dim, x, list(range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())), True)
+    return apply(aten.mean.dim, x, list(_pooled_dims(call, x)), True)
 
 
 @table.register(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, across=True)
 def max_pool(call: PaddedCall, x: PaddedValue) -> tuple[PaddedValue, PaddedValue]:
     """The maximum of each window, and its position in the unpadded image."""
-    over = range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())
+    over = _pooled_dims(call, x)
     values, positions = call.dense({"self": x.filled(min_value(x.dense.dtype), over)})
     if any(x.is_padded(d) and math.prod(x.shape[over[0] : d]) > 1 for d in over[1:]):
         positions = unpadded_index(x, over, positions)
@@ -119,7 +110,7 @@ def max_pool(call: PaddedCall, x: PaddedValue) -> tuple[PaddedValue, PaddedValue
 @table.register(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, across=True)
 def average_pool(call: PaddedCall, x: PaddedValue, padding: Sequence[int], count_include_pad: bool) -> PaddedValue:
     """The mean of each window, with or without its border, as the caller asks."""
-    over = range(x.dim() - _POOLED_DIMS[call.op.overloadpacket], x.dim())
+    over = _pooled_dims(call, x)
     if call.get("divisor_override") or (count_include_pad and not call["ceil_mode"]):
         out = call.dense({"self": x.filled(0, over)})
     elif count_include_pad and any(padding):
@@ -132,15 +123,19 @@ def average_pool(call: PaddedCall, x: PaddedValue, padding: Sequence[int], count
     return _pooled(call, x, out).gradient_masked()
 
 
+def _pooled_dims(call: PaddedCall, x: PaddedValue) -> range:
+    return range(x.dim() - CORE[call.op.overloadpacket][0], x.dim())
+
+
 def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor) -> PaddedValue:
-    rank = _POOLED_DIMS[call.op.overloadpacket]
+    over = _pooled_dims(call, x)
     options = [call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.get("dilation", 1)]
-    windows = zip(*[_per_dim(option, rank) for option in options], strict=True)
+    windows = zip(*[_per_dim(option, len(over)) for option in options], strict=True)
     sizes = []
-    for d, (kernel, stride, padding, dilation) in enumerate(windows, start=x.dim() - rank):
+    for d, (kernel, stride, padding, dilation) in zip(over, windows, strict=True):
         size = prefix_size(x, d) if x.is_padded(d) else 0
         sizes.append(convolved(size, kernel, stride, padding, dilation, call["ceil_mode"]))
-    return _resized(x, out, x.dims[: x.dim() - rank], sizes)
+    return _resized(x, out, x.dims[: over.start], sizes)
 
 
 def _per_dim(options: int | Sequence[int], rank: int) -> list[int]:
@@ -148,14 +143,11 @@ def _per_dim(options: int | Sequence[int], rank: int) -> list[int]:
     return listed * rank if len(listed) == 1 else listed
 
 
-_INTERPOLATIONS = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d"""
 MAX_EXACT_DENOMINATOR = 1024
 """Scale factors are multiples of 1 / this: their products with sizes are exact in float64, in which torch computes."""
 
 
-@table.register(*(getattr(aten, name).vec for name in _INTERPOLATIONS.split()), across=True)
+@table.register(*[op.vec for op in CORE if "upsample" in op.__name__ and not op.__name__.endswith("_aa")], across=True)
 def interpolate(call: PaddedCall, input: PaddedValue, scale_factors: Sequence[float] | None) -> PaddedValue:
     """Resize by scale factors; a size would make the factor depend on the true size (`resampled`)."""
     if scale_factors is None or call.get("align_corners"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.errors import UnsupportedCall
@@ -17,7 +18,6 @@ from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, re
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.positions import regrouped
 from subtensors.dispatch.sizes.dim_factors import (
-    Factors,
     bucket_of,
     is_padded,
     padded_dim,
@@ -31,17 +31,19 @@ from subtensors.dispatch.sizes.expressions import convolved, largest, smallest
 aten = torch.ops.aten
 
 
-@table.register(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
+@table.register(view_dims.reshape, across=True)
 def reshape(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue:
-    """Merge and split dims."""
+    """Merge and split dims as padded sizes say, or where a padded dim is cut."""
     if 0 in x.shape:
         raise UnsupportedCall("an empty tensor doesn't determine the dims of its sizes")
     try:
-        dims = _reshaped(x.dims, tuple(map(int, size)))
+        dims = reshaped(x.dims, tuple(map(int, size)))
     except RuleError as error:
         return _regrouped(call, x, size, error)
     for factors, n in zip(dims, size, strict=True):
-        if isinstance(n, PaddedSize) and not is_same(size_of(factors), n.size, sizes_with(x.sizes, n)):
+        if not isinstance(n, PaddedSize) or (n.sizes is x.sizes and factors[0].size == n.size and len(factors) == 1):
+            continue
+        if not is_same(size_of(factors), n.size, sizes_with(x.sizes, n)):
             reason = UnsupportedCall(f"the size {n.size} is asked for a dim of true size {size_of(factors)}")
             return _regrouped(call, x, size, reason)
     return result(call.dense(), dims, x.sizes, x.fill)
@@ -55,29 +57,7 @@ def _regrouped(call: PaddedCall, x: PaddedValue, shape: Sequence[int], reason: R
         raise UnsupportedCall(f"{reason}; {error}") from None
 
 
-@functools.lru_cache(4096)
-def _reshaped(before: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...]:
-    """Return the dims of a reshape, with static ones of size 1 for those without factors."""
-    return tuple(factors or static_dims([1])[0] for factors in _factors_reshaped(before, shape))
-
-
-def _factors_reshaped(before: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """Return the factors of a reshape, with padded factors of bucket 1, such as a batch of one row, in their own dims.
-
-    Sizes don't determine the place of these: each goes to the first free dim of size 1.
-    """
-    single = [f for factors in before for f in factors if f.bucket == 1 and not f.is_static]
-    after = reshaped([tuple(f for f in factors if f not in single) for factors in before], shape)
-    for factor in single:
-        empty = next((d for d, factors in enumerate(after) if not factors), None)
-        if empty is None:
-            # No dim is free: the factor stays beside its neighbours.
-            return reshaped(before, shape)
-        after[empty] = (factor,)
-    return after
-
-
-@table.register(aten.expand, aten.expand_copy, aten.broadcast_to)
+@table.register(view_dims.expand, across=True)
 def expand(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue:
     """Expand dims of size 1; a padded dim keeps its size."""
     target = list(size)
@@ -103,7 +83,7 @@ def expand(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue
 
 @table.register(aten.expand_as, aten.broadcast_tensors)
 def expand_as(call: PaddedCall) -> PyTree:
-    """Broadcast operands to the dims, padding included, that a pointwise op would give them."""
+    """Broadcast operands as a pointwise op would; a view of each, so padding is kept out of gradients, not filled."""
     operands = call.values
     dims, sizes = broadcast(operands)
     shape = tuple(map(bucket_of, dims))
@@ -127,15 +107,8 @@ def meshgrid(call: PaddedCall, tensors: Sequence[PaddedValue], indexing: str = "
 @table.register(aten.view_as, aten.reshape_as)
 def view_as(call: PaddedCall, x: PaddedValue, other: PaddedValue) -> PaddedValue:
     """Return the input's elements in the same order, in another tensor's shape."""
-    if other.shape == x.shape:
-        return x.like(call.dense(), x.fill)
-    return result(call.dense(), _reshaped(x.dims, tuple(other.shape)), x.sizes, x.fill)
-
-
-@table.register(aten.requires_grad_)
-def same(call: PaddedCall, x: PaddedValue) -> PaddedValue:
-    """Return the input itself."""
-    return x.like(call.dense(), x.fill)
+    op = aten.view.default if call.op is aten.view_as.default else aten.reshape.default
+    return apply(op, x, [*other.shape])
 
 
 @table.register(aten.view_as_real, aten.view_as_real_copy)
@@ -146,7 +119,7 @@ def view_as_real(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     return replace(paired, view="copy" if x.dense.is_conj() else "")
 
 
-@table.register(aten.unfold, aten.unfold_copy, across=True)
+@table.register(view_dims.unfold, across=True)
 def unfold(call: PaddedCall, x: PaddedValue, dimension: int, size: int, step: int) -> PaddedValue:
     """Windows of a dim, which start a step apart; the last one ends within the true size."""
     d, out, window = dimension % x.dim(), call.dense(), static_dims([size])
@@ -158,7 +131,7 @@ def unfold(call: PaddedCall, x: PaddedValue, dimension: int, size: int, step: in
     return windowed.gradient_masked()
 
 
-@table.register(aten.diagonal, aten.diagonal_copy, aten.linalg_diagonal, across=True)
+@table.register(view_dims.diagonal, across=True)
 def diagonal(call: PaddedCall, x: PaddedValue, offset: int, dim1: int, dim2: int) -> PaddedValue:
     """The diagonal of two dims: it ends where the first of them does."""
     a, b = dim1 % x.dim(), dim2 % x.dim()

@@ -140,8 +140,12 @@ def merged(factors: Sequence[Factor]) -> Factors:
     return tuple(result)
 
 
-def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """Return the factors of each dim after a reshape of the padded storage.
+@functools.lru_cache(4096)
+def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...]:
+    """Return the dims after a reshape of the padded storage.
+
+    Sizes don't determine the place of a padded factor of bucket 1, such as a batch of one row: it goes to the first
+    free dim of size 1.
 
     Args:
         dims: the dimensions before.
@@ -156,54 +160,49 @@ def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
     Example:
         >>> import sympy
         >>> seq = Factor(128, sympy.Symbol("seq"))
-        >>> flat = reshaped([(static(4),), (seq,), (static(8),)], (-1, 8))
+        >>> flat = reshaped(((static(4),), (seq,), (static(8),)), (-1, 8))
         >>> flat
-        [(Factor(bucket=4, size=4), Factor(bucket=128, size=seq)), (Factor(bucket=8, size=8),)]
+        ((Factor(bucket=4, size=4), Factor(bucket=128, size=seq)), (Factor(bucket=8, size=8),))
         >>> reshaped(flat, (4, 128, 2, 4))[1]
         (Factor(bucket=128, size=seq),)
     """
-    shape = _without_wildcard(shape, math.prod(map(bucket_of, dims)))
-    if 0 in shape or 0 in map(bucket_of, dims):
-        return _empty(dims, shape)
-    remaining = [factor for factors in dims for factor in factors if factor != static(1)]
-    result = []
-    for size in shape:
-        factors: list[Factor] = []
-        while (missing := size // bucket_of(tuple(factors))) > 1:
-            factor, *remaining = remaining
-            if missing % factor.bucket:
-                factor, inner = _split(factor, missing, dims, shape)
-                remaining.insert(0, inner)
-            factors.append(factor)
-        result.append(merged(factors))
-    return result
-
-
-def _split(factor: Factor, outer: int, dims: Sequence[Factors], shape: Sequence[int]) -> tuple[Factor, Factor]:
-    """Split a factor into one of `outer` indices and a static one inside of it."""
-    inner, remainder = divmod(factor.bucket, outer)
-    if not remainder and factor.is_static:
-        return static(outer), static(inner)
-    try:
-        if not remainder:
-            return Factor(outer, divided(factor.size, inner)), static(inner)
-    except RuleError:
-        pass
     before = tuple(map(bucket_of, dims))
-    raise RuleError(
-        f"a reshape of {before} to {tuple(shape)} cuts through a padded dimension of bucket {factor.bucket} and true "
-        f"size {factor.size}; keep that dimension in one piece, or unpad first"
-    )
+    elements, known = math.prod(before), math.prod(size for size in shape if size != -1)
+    shape = tuple([elements // known if size == -1 and known else size for size in shape])
+    if math.prod(shape) != elements:
+        raise RuleError(f"the shape {shape} is not one of {elements} elements")
+    if 0 in shape:
+        return static_dims(shape)  # nothing in them needs a mask
+    factors = [factor for own in dims for factor in own]
+    remaining = [factor for factor in reversed(factors) if factor.bucket > 1]
+    after = []
+    for size in shape:
+        own: list[Factor] = []
+        while size > 1:
+            factor = remaining.pop()
+            if size % factor.bucket:
+                found = _cut(factor, size)
+                if found is None:
+                    raise RuleError(
+                        f"a reshape of {before} to {shape} cuts through a padded dimension of bucket {factor.bucket} "
+                        f"and true size {factor.size}; keep that dimension in one piece, or unpad first"
+                    )
+                factor, inner = found
+                remaining.append(inner)
+            own.append(factor)
+            size //= factor.bucket
+        after.append(merged(own))
+    for factor in factors:
+        if factor.bucket == 1 and not factor.is_static and after:
+            at = next((d for d, own in enumerate(after) if not own), 0)
+            after[at] = (factor, *after[at])
+    return tuple(own or _static_dim(1) for own in after)
 
 
-def _without_wildcard(shape: Sequence[int], elements: int) -> list[int]:
-    known = math.prod(size for size in shape if size != -1)
-    sizes = [elements // known if size == -1 and known else size for size in shape]
-    if list(shape).count(-1) > 1 or math.prod(sizes) != elements:
-        raise RuleError(f"the shape {tuple(shape)} is not one of {elements} elements")
-    return sizes
-
-
-def _empty(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
-    """Dimensions of a tensor without elements: nothing in them needs a mask, so all are static."""
-    return [(static(size),) for size in shape]
+def _cut(factor: Factor, outer: int) -> tuple[Factor, Factor] | None:
+    """Return a factor as one of `outer` indices and a static one inside of it; None if no expression says so."""
+    inner, remainder = divmod(factor.bucket, outer)
+    try:
+        return None if remainder else (Factor(outer, divided(factor.size, inner)), static(inner))
+    except RuleError:
+        return None

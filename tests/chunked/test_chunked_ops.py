@@ -44,6 +44,8 @@ def picked(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...
         log_probs.gather(1, target[:, None]),
         log_probs[:, 3],
         log_probs.index_select(0, rows[:2]),
+        log_probs.index_select(0, rows[3]),
+        log_probs[:, rows[:3, None]],
     )
 
 
@@ -98,7 +100,17 @@ def squared(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ..
 
 def looked_up(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     best = F.linear(h, w, b).argmax(-1)
-    return F.embedding(best, w).sum(0), (best == target).float().mean(), w[best].mean(), F.one_hot(best, 20).sum(0)
+    return (
+        F.embedding(best, w).sum(0),
+        (best == target).float().mean(),
+        w[best].mean(),
+        F.one_hot(best, 20).sum(0),
+        w[best, target[:1] % 6].sum(0),
+        w.index_select(0, best).sum(0),
+        w.t()[:, best].sum(1),
+        w.take(best[:, None] * 6 + torch.arange(6)).sum(0),
+        w.new_zeros(3) + best.new_ones(len(best), 2).sum(0)[0],
+    )
 
 
 def losses(h: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from class_evidence.calls import Call
-from class_evidence.dim_probes import acts_as_its_map_says
+from class_evidence.dim_probes import acts_as_its_map_says, map_of
 from class_evidence.evidence import DISCOVERABLE, Recorder, Report, validate
 from class_evidence.probes import PROBES, SaysNothing
 from class_evidence.sweep import attempt, quiet, recorded
@@ -124,6 +124,26 @@ def test_every_dimension_map_holds_on_every_recorded_call() -> None:
     assert wrong == {}
     claimed = [op for op in recorded()[0] if has_map(op) and functional_form(op) is op]
     assert len(tested) > 0.95 * len(claimed) > 300
+
+
+FIRST, SECOND = torch.tensor([[2, 0, 1]]), torch.tensor([[1], [-1], [0], [1]])
+READS: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {
+    "adjacent": (aten.index.Tensor, ([None, FIRST, SECOND % 2],)),
+    "apart": (aten.index.Tensor, ([FIRST, None, SECOND % 2],)),
+    "in the middle": (aten.index.Tensor, ([None, None, FIRST[0] % 2],)),
+    "a position": (aten.index.Tensor, ([None, FIRST[0, 0]],)),
+    "write adjacent": (aten.index_put.default, ([None, FIRST, SECOND % 2], torch.ones(1, 5).double())),
+    "write apart": (aten.index_put.default, ([FIRST, None, SECOND % 2], torch.ones(4, 5).double(), True)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_map_of_a_read_or_write_at_indices_holds_wherever_these_stand(name: str) -> None:
+    op, arguments = READS[name]
+    call = Call(op, (torch.randn(3, 4, 2, 5, dtype=torch.float64), *arguments), {})
+    assert acts_as_its_map_says(call) is None
+    found, _ = map_of(call)
+    assert len({label for labels in found.operands for label in labels} - found.combined) >= 2
 
 
 x = torch.arange(120.0, dtype=torch.float64).sin().reshape(40, 3)

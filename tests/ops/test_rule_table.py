@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from subtensors.dispatch.chunked.rules import RULES as chunked_table
+from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.bound_call import BoundCall, by_name
 from subtensors.dispatch.ops.dims import DimMap
 from subtensors.dispatch.ops.errors import RuleError
@@ -163,6 +164,19 @@ def test_a_rule_across_the_types_dims_is_kept_apart_from_the_others() -> None:
     assert table.explain(aten.sum.default, across=True).endswith(
         "for_class, registered for every reduction op across its own dims"
     )
+
+
+def test_a_rule_for_a_dimension_map_serves_every_op_that_has_it_before_one_for_their_class() -> None:
+    table = RuleTable("Demo")
+    table.register(OpClass.COPY, across=True)(for_class)
+    table.register(view_dims.triangle, across=True)(for_op)
+    assert {table.lookup_across(op) for op in (aten.tril.default, aten.triu.default)} == {for_op}
+    assert table.lookup_across(aten.flip.default) is for_class
+    assert table.explain(aten.triu.default, across=True).endswith(
+        "for_op, registered for every op with the dimension map triangle across its own dims"
+    )
+    with pytest.raises(ValueError, match="every op with the dimension map triangle has the rule for_op already"):
+        table.register(view_dims.triangle, across=True)(for_class)
 
 
 def test_a_rule_gets_the_arguments_that_it_names_by_name_or_synonym() -> None:

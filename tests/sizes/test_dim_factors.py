@@ -54,7 +54,7 @@ def test_a_reshape_keeps_every_element_valid_or_padding(dims: list[Factors], dat
         shape.append(size)
         remaining //= size
     try:
-        result = reshaped(dims, shape)
+        result = reshaped(tuple(dims), tuple(shape))
     except st.RuleError as error:
         message = str(error)
     else:
@@ -64,7 +64,7 @@ def test_a_reshape_keeps_every_element_valid_or_padding(dims: list[Factors], dat
         return
     for n, m in product((0, 2, 4), (1, 3)):
         sizes = {N: n, M: m}
-        before, after = valid(dims, sizes), valid(result, sizes)
+        before, after = valid(dims, sizes), valid(list(result), sizes)
         assert after.shape == torch.Size(shape)
         assert torch.equal(after, before.reshape(shape))
         for dim, mask_dim in zip(result, after.shape, strict=True):
@@ -76,26 +76,33 @@ def test_a_reshape_keeps_every_element_valid_or_padding(dims: list[Factors], dat
 
 @given(some.lists(FACTORS, min_size=1, max_size=4))
 def test_flatten_and_unflatten_return_the_same_dims(factors: list[Factor]) -> None:
-    dims = [merged([factor]) for factor in factors]
-    shape = [factor.bucket for factor in factors]
+    dims = tuple(merged([factor]) or (static(1),) for factor in factors)
+    shape = tuple(factor.bucket for factor in factors)
     assume(math.prod(shape) <= 2000)
-    assert reshaped(reshaped(dims, [-1]), shape) == dims
+    assert reshaped(reshaped(dims, (math.prod(shape),)), shape) == dims
 
 
 def test_batch_and_sequence_flatten_to_one_dim_of_two_factors() -> None:
-    flat = reshaped([(Factor(8, M),), (Factor(16, N),), (static(4),)], (-1, 4))
-    assert flat == [(Factor(8, M), Factor(16, N)), (static(4),)]
+    flat = reshaped(((Factor(8, M),), (Factor(16, N),), (static(4),)), (128, 4))
+    assert flat == ((Factor(8, M), Factor(16, N)), (static(4),))
     assert size_of(flat[0]) == M * N
     assert not is_prefix(flat[0])
-    assert reshaped(flat, (8, 16, 2, 2)) == [(Factor(8, M),), (Factor(16, N),), (static(2),), (static(2),)]
+    assert reshaped(flat, (8, 16, 2, 2)) == ((Factor(8, M),), (Factor(16, N),), (static(2),), (static(2),))
+
+
+def test_a_padded_factor_of_bucket_one_goes_to_a_free_dim_and_is_never_lost() -> None:
+    rows, columns = (Factor(1, M),), (Factor(16, N),)
+    assert reshaped((rows, columns), (16, 1)) == (columns, rows)
+    assert reshaped((rows, columns), (16,)) == (rows + columns,)
+    assert reshaped((columns, rows), (16,)) == (rows + columns,)
 
 
 def test_a_reshape_that_cuts_a_padded_dim_raises_with_both_shapes() -> None:
     with pytest.raises(st.RuleError, match=r"\(2, 16\) to \(4, 8\) cuts through a padded dimension of bucket 16"):
-        reshaped([(static(2),), (Factor(16, N),)], (4, 8))
-    with pytest.raises(st.RuleError, match=r"\(5, -1\) is not one of 32 elements"):
-        reshaped([(static(2),), (Factor(16, N),)], (5, -1))
+        reshaped(((static(2),), (Factor(16, N),)), (4, 8))
+    with pytest.raises(st.RuleError, match=r"\(5, 6\) is not one of 32 elements"):
+        reshaped(((static(2),), (Factor(16, N),)), (5, 6))
 
 
 def test_a_tensor_without_elements_takes_any_empty_shape() -> None:
-    assert reshaped([(static(0),), (Factor(16, N),)], (4, 0)) == [(static(4),), (static(0),)]
+    assert reshaped(((static(0),), (Factor(16, N),)), (4, 0)) == ((static(4),), (static(0),))

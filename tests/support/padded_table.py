@@ -41,7 +41,8 @@ largest number. Whole numbers and infinities are the same.
 - **-**: there is no gradient, or no sample with a tensor that has a dim to pad.
 
 The second column says what decided the forward: the **class** of each op in it, its dimension **map** (and for what
-combines padded positions, the rule of its class), or in one of the first samples a rule of the op's **own**.
+combines padded positions, the rule of all ops with that map, or of its class), or in one of the first samples a rule of
+the op's **own**.
 
 """
 

@@ -1,12 +1,11 @@
 """The rules of chunked values, one file a kind of op; importing this fills the table."""
 
 from subtensors.dispatch.chunked.record import RULES, record
-from subtensors.dispatch.chunked.rules import (
+from subtensors.dispatch.chunked.rules import (  # noqa: F401
     along_dim,
     carried_dims,
     contractions,
     copies,
-    factories,
     indexing,
     losses,
     random,
@@ -15,18 +14,4 @@ from subtensors.dispatch.chunked.rules import (
     views,
 )
 
-__all__ = [
-    "RULES",
-    "along_dim",
-    "carried_dims",
-    "contractions",
-    "copies",
-    "factories",
-    "indexing",
-    "losses",
-    "random",
-    "record",
-    "reductions",
-    "statistics",
-    "views",
-]
+__all__ = ["RULES", "record"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit, replicated
 from subtensors.dispatch.chunked.record import (
@@ -13,7 +12,6 @@ from subtensors.dispatch.chunked.record import (
     chunk_dim_size,
     infer,
     record,
-    sliced,
 )
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.ops.tree import PyTree
@@ -22,10 +20,7 @@ from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 aten = torch.ops.aten
 
 
-_SOFTMAX: dict[OpOverload, bool] = {aten._softmax.default: False, aten._log_softmax.default: True}
-
-
-@RULES.register(*_SOFTMAX, across=True)
+@RULES.register(aten._softmax, aten._log_softmax, across=True)
 def softmax(call: ChunkedCall) -> LazyValue:
     """Compute exp(x - M) / S with the rows' maximum M and S = sum exp(x - M), which are found by a pass of their own.
 
@@ -49,7 +44,7 @@ def softmax(call: ChunkedCall) -> LazyValue:
     stacks = emit(statistics, (accurate,), {}, (meta, meta), [Combine.STACK, Combine.STACK], layout.axis)
     top, total = emit(merge, tuple(stacks), {}, (meta, meta), [None, None], None)
     shifted = record(aten.sub.Tensor, accurate, record(aten.detach.default, top))
-    if _SOFTMAX[call.op]:
+    if call.op is aten._log_softmax.default:
         return cast(record(aten.sub.Tensor, shifted, record(aten.log.default, total)), dtype)
     return cast(record(aten.div.Tensor, record(aten.exp.default, shifted), total), dtype)
 
@@ -64,14 +59,3 @@ def group_norm(call: ChunkedCall) -> PyTree:
     metas = call.infer()
     call.replace("N", chunk_dim_size(layout))
     return call.emit([layout] * 3, layout.axis, lambda v: v if v is value else replicated(v), metas=metas)
-
-
-@RULES.register(aten.convolution)
-def convolution(call: ChunkedCall) -> PyTree:
-    """Convolve the samples of each chunk with the replicated weight."""
-    value, weight = call["input"], call["weight"]
-    layout = value.layout
-    # A batched input has as many dims as the weight.
-    if layout is None or layout.dim != 0 or layout.runs != 1 or value.ndim != weight.ndim or weight.layout is not None:
-        raise call.unchunkable("it is not chunked along its samples, or its weight is chunked")
-    return call.emit([layout], layout.axis, lambda v: sliced(v, layout) if v is value else replicated(v))

@@ -10,6 +10,7 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, replicat
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, chunk_dim_size, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
+from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 
 aten = torch.ops.aten
@@ -61,13 +62,18 @@ def rows_of(call: ChunkedCall, found: DimMap) -> Rows:
     return Rows(leader.layout, label, labels)
 
 
+def _reads_rows(call: ChunkedCall, found: DimMap) -> bool:
+    """Return whether a call reads or writes rows at an index: those of its first operand, whatever the index is."""
+    layout = call.values[0].layout if op_class(call.op) is OpClass.SCATTER_GATHER else None
+    return layout is not None and found.operands[0][layout.dim] in found.combined
+
+
 @RULES.register(DimMap)
 def carry(call: ChunkedCall) -> PyTree:
     """Run the op in each chunk, where it combines no rows."""
     found = call.dims()
-    rows = rows_of(call, found)
-    if rows.label in found.combined:
-        rule = RULES.lookup_across(call.op)
+    rows, rule = rows_of(call, found), RULES.lookup_across(call.op)
+    if rows.label in found.combined or (rule is not None and _reads_rows(call, found)):
         if rule is None:
             raise call.unchunkable("it combines the rows")
         return rule(call)

@@ -1,4 +1,4 @@
-"""Copies of elements: concatenation, repetition, padding, triangles and diagonals."""
+"""Copies of elements: triangles, diagonals, parts replaced; and new tensors of sizes that are not the rows'."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import PerChunk, emit
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, normalized_dim, record, sliced
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
+from subtensors.dispatch.ops import sample_dims, view_dims
+from subtensors.dispatch.ops.dims import normalized
 from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
 
 
-@RULES.register(aten.tril, aten.triu, across=True)
+@RULES.register(view_dims.triangle, across=True)
 def triangle(call: ChunkedCall) -> PyTree:
     """Take a triangle of the last two dims: the diagonal of a chunk is shifted by the chunk's first row or column."""
     (value,) = call.chunked
@@ -30,7 +32,7 @@ def triangle(call: ChunkedCall) -> PyTree:
     return call.emit([layout], layout.axis, lambda v: v, metas=meta)
 
 
-@RULES.register(aten.diagonal, aten.diagonal_copy, across=True)
+@RULES.register(view_dims.diagonal, across=True)
 def diagonal(call: ChunkedCall, offset: int, dim1: int) -> PyTree:
     """Take a diagonal of the rows and a dim: each chunk has its part of it."""
     (value,) = call.chunked
@@ -39,12 +41,12 @@ def diagonal(call: ChunkedCall, offset: int, dim1: int) -> PyTree:
     meta = call.infer()
     if layout.runs != 1 or offset != 0 or meta.shape[-1] != layout.size:
         raise call.unchunkable("its diagonal does not have all the rows")
-    sign = 1 if layout.dim == normalized_dim(dim1, value.ndim) else -1
+    sign = 1 if layout.dim == normalized(dim1, value.ndim) else -1
     call.replace("offset", PerChunk(lambda span: sign * layout.window(span)[0]))
     return call.emit([layout.with_dim(meta.ndim - 1)], layout.axis, lambda v: v, metas=meta)
 
 
-@RULES.register(aten.select_scatter, aten.slice_scatter, across=True)
+@RULES.register(view_dims.scatter_part, across=True)
 def replace_rows(call: ChunkedCall) -> PyTree:
     """Replace rows, each chunk its own."""
     value, source, selects = call["self"], call["src"], call.op.overloadpacket is aten.select_scatter
@@ -53,7 +55,7 @@ def replace_rows(call: ChunkedCall) -> PyTree:
         raise call.unchunkable("it replaces rows of a replicated value, or of several runs")
     dim, size = layout.dim, value.shape[layout.dim]
     if selects:
-        start = normalized_dim(call["index"], size)
+        start = normalized(call["index"], size)
         stop, step = start + 1, 1
         source = record(aten.unsqueeze.default, source, dim)
     else:
@@ -68,3 +70,10 @@ def replace_rows(call: ChunkedCall) -> PyTree:
 
     first = PerChunk(lambda span: max(rows.window(span)[0] + start - layout.window(span)[0], 0))
     return emit(replaced, (value, sliced(source, rows), first), {}, value.meta, [layout], layout.axis)
+
+
+@RULES.register(sample_dims.new, across=True)
+def new(call: ChunkedCall) -> PyTree:
+    """Make a tensor once: its operand determines dtype and device, and no values."""
+    args, kwargs = call.with_values(lambda v: torch.empty(0, dtype=v.dtype, device=v.device))
+    return record(call.op, *args, **kwargs)

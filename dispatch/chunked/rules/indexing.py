@@ -1,6 +1,8 @@
-"""Reads and writes by index: of another dim in each chunk; of rows in the chunk that has them."""
+"""Reads and writes at indices of rows, each in the chunk that has them; other dims are left to the dimension maps."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,73 +16,40 @@ from subtensors.dispatch.chunked.lazy_graph import (
     known_tensor,
     replicated,
 )
-from subtensors.dispatch.chunked.record import (
-    RULES,
-    ChunkedCall,
-    broadcast,
-    largest,
-    normalized_dim,
-    record,
-    sliced,
-)
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record
 from subtensors.dispatch.chunked.row_layout import RowLayout
+from subtensors.dispatch.ops import index_dims
+from subtensors.dispatch.ops.dims import normalized
+from subtensors.dispatch.ops.index_dims import MASKS
 from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
 
+Indices = Sequence[LazyValue | None]
+
 
 @RULES.register(aten.index_select, across=True)
 def index_select(call: ChunkedCall, x: LazyValue, dim: int, index: LazyValue) -> PyTree:
-    """Select rows."""
-    if index.layout is not None:
-        raise call.unchunkable("the index is chunked")
-    return record(aten.index.Tensor, x, [*[None] * normalized_dim(dim, x.ndim), index])
+    """Select rows; a single one stays a dim of size 1."""
+    positions = index if index.ndim else record(aten.unsqueeze.default, index, 0)
+    return record(aten.index.Tensor, x, [*[None] * normalized(dim, x.ndim), positions])
 
 
-@RULES.register(aten.index.Tensor)
-def index(call: ChunkedCall) -> PyTree:
-    """Index other dims in each chunk, as in `x[:, i, j]`, or rows too, as in `x[i, j]`.
-
-    For rows, a chunk reads those that it has and 0 for the others, and the results are summed over chunks.
-    """
-    value: LazyValue = call["self"]
-    layout = value.layout
-    places: list[LazyValue | None] = list(call["indices"])
-    given = [d for d, i in enumerate(places) if i is not None]
-    if layout is not None and (without_masks := _without_masks(places, layout.dim)) is not None:
-        return record(call.op, value, without_masks)
-    dtypes = {places[d].dtype for d in given}  # type: ignore[union-attr]
-    if layout is None:
-        return _table_rows(call, places, given)
-    if dtypes - {torch.int64, torch.int32}:
+@RULES.register(index_dims.index, across=True)
+def index(call: ChunkedCall, x: LazyValue, indices: Indices) -> PyTree:
+    """Index rows, as in `x[i, j]`: a chunk reads those that it has and 0 for the others, and the results are summed."""
+    layout = x.layout
+    if (without_masks := _without_masks(indices, layout)) is not None:
+        return record(call.op, x, without_masks)
+    if layout is None or any(i is not None and i.dtype in MASKS for i in indices):
         raise call.unchunkable("the number of elements that a mask selects depends on its values")
-    adjacent = given == list(range(given[0], given[-1] + 1))
-    if layout.dim not in given:
-        if any(i.layout is not None for i in places if i is not None) or not adjacent:
-            raise call.unchunkable("the index is chunked")
-        count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
-        out = layout.with_dim(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
-        return call.emit([out], layout.axis, lambda v: v)
-    return _rows_from_chunks(call, places, given[0], adjacent)
-
-
-def _rows_from_chunks(call: ChunkedCall, places: list[LazyValue | None], first: int, adjacent: bool) -> PyTree:
-    """Record `x[i, j]` with rows among the indexed dims: each chunk reads the rows that it has.
-
-    Args:
-        call: of a value whose rows are indexed.
-        places: the indices.
-        first: the first dim that is indexed.
-        adjacent: whether the indexed dims are adjacent.
-    """
-    value: LazyValue = call["self"]
-    layout = value.layout
-    assert layout is not None
     if layout.runs != 1:
         raise call.unchunkable("its rows lie in several runs")
     metas = call.infer()
-    if metas.numel() >= value.meta.numel() and value.meta.numel() > layout.size:
+    if metas.numel() >= x.meta.numel() and x.meta.numel() > layout.size:
         raise call.unchunkable("it selects as much as there is")
+    (labels,) = call.dims().results
+    trailing = next((n for n, label in enumerate(reversed(labels)) if isinstance(label, tuple)), 0)
 
     def read(x: Tensor, indices: list[Tensor | None], start: int) -> Tensor:
         rows = indices[layout.dim]
@@ -92,14 +61,11 @@ def _rows_from_chunks(call: ChunkedCall, places: list[LazyValue | None], first: 
         here = (rows >= 0) & (rows < count)
         indices = list(indices)
         indices[layout.dim] = rows.clamp(0, count - 1)
-        found = aten.index.Tensor(x, indices)
-        # `here` has the dims of the indices, which stand where the first of them stood (or in front).
-        trailing = found.ndim - (first if adjacent else 0) - max(i.ndim for i in indices if i is not None)
-        return torch.where(here.reshape(*here.shape, *[1] * trailing), found, 0)
+        return torch.where(here[(..., *[None] * trailing)], aten.index.Tensor(x, indices), 0)
 
-    full_indices = [None if i is None else replicated(i) for i in places]
+    full_indices = [None if i is None else replicated(i) for i in indices]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(read, (value, full_indices, start), {}, metas, [Combine.SUM], layout.axis)
+    return emit(read, (x, full_indices, start), {}, metas, [Combine.SUM], layout.axis)
 
 
 def _checked_rows(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
@@ -111,48 +77,30 @@ def _checked_rows(rows: Tensor, layout: RowLayout, device: torch.device) -> Tens
         raise IndexError(str(error).replace("dimension 0", f"dimension {layout.dim}")) from None
 
 
-def _without_masks(places: list[LazyValue | None], dim: int) -> list[LazyValue | None] | None:
-    """Return indices with masks of other dims than `dim` replaced by positions; None where there are no such masks."""
-    out: list[LazyValue | None] = []
-    for place in places:
-        mask = None if place is None or place.layout is not None else known_tensor(place)
-        if mask is None or mask.dtype != torch.bool or len(out) <= dim < len(out) + mask.ndim:
-            out.append(place)
+def _without_masks(indices: Indices, layout: RowLayout | None) -> list[LazyValue | None] | None:
+    """Return indices with masks of other dims than the rows' replaced by positions; None where there are no such."""
+    rows, out, is_replaced = None if layout is None else layout.dim, list[LazyValue | None](), False
+    for index in indices:
+        mask = None if index is None or index.layout is not None else known_tensor(index)
+        if mask is None or mask.dtype != torch.bool or rows in range(len(out), len(out) + mask.ndim):
+            out.append(index)
         else:
             out.extend(constant(i) for i in mask.nonzero().unbind(1))
-    return None if all(any(o is p for p in places) for o in out) else out
+            is_replaced = True
+    return out if is_replaced else None
 
 
-@RULES.register(aten.index_put)
-def index_put(call: ChunkedCall) -> PyTree:
-    """Replace elements by index: each chunk writes to its own rows."""
-    value, new = call["self"], call["values"]
-    layout, places = value.layout, list(call["indices"])
+@RULES.register(index_dims.index_put, across=True)
+def index_put(call: ChunkedCall, x: LazyValue, indices: Indices, values: LazyValue, accumulate: bool) -> PyTree:
+    """Replace rows, as in `x[i, j] = y`: each chunk writes to its own, and to an extra row what others have."""
+    layout = x.layout
     if layout is None:
         raise call.unchunkable("it writes to a replicated value")
-    if (without_masks := _without_masks(places, layout.dim)) is not None:
-        return record(call.op, value, without_masks, new, call["accumulate"])
-    given = [d for d, i in enumerate(places) if i is not None]
-    plain = all(places[d].layout is None and places[d].dtype != torch.bool for d in given)
-    if not plain or given != list(range(given[0], given[-1] + 1)):
-        raise call.unchunkable("its index is chunked, or of dims apart")
-    if layout.dim in given:
-        return _write_rows(call, layout, places)
-    count = max(places[d].ndim for d in given)
-    ndim = value.ndim - len(given) + count
-    rows = layout.with_dim(layout.dim if layout.dim < given[0] else layout.dim - len(given) + count)
-    return call.emit(
-        [layout],
-        layout.axis,
-        lambda v: v if v is value else broadcast(v, ndim, rows) if v is new else v,
-        metas=value.meta,
-    )
-
-
-def _write_rows(call: ChunkedCall, layout: RowLayout, places: list[LazyValue | None]) -> PyTree:
-    """Record `x[i, j] = y` with rows among the indexed dims: writes to other chunks go to an extra row."""
-    value, new, accumulate = call["self"], call["values"], call["accumulate"]
-    if layout.runs != 1 or new.meta.numel() >= value.meta.numel():
+    if (without_masks := _without_masks(indices, layout)) is not None:
+        return record(call.op, x, without_masks, values, accumulate)
+    if any(i is not None and (i.layout is not None or i.dtype in MASKS) for i in indices):
+        raise call.unchunkable("its index is chunked, or a mask of the rows")
+    if layout.runs != 1 or values.meta.numel() >= x.meta.numel():
         raise call.unchunkable("its rows lie in several runs, or it writes as much as there is")
     dim = layout.dim
 
@@ -166,25 +114,6 @@ def _write_rows(call: ChunkedCall, layout: RowLayout, places: list[LazyValue | N
         put: Tensor = aten.index_put(torch.cat([x, behind], dim), indices, values, accumulate)
         return put.narrow(dim, 0, count)
 
-    full_indices = [None if i is None else replicated(i) for i in places]
+    full_indices = [None if i is None else replicated(i) for i in indices]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(write, (value, full_indices, start, replicated(new)), {}, value.meta, [layout], layout.axis)
-
-
-def _table_rows(call: ChunkedCall, places: list[LazyValue | None], given: list[int]) -> PyTree:
-    """Look chunked indices up in a replicated table: each chunk its own."""
-    chunked = largest(call.chunked)
-    layout = chunked.layout
-    assert layout is not None
-    count = max(places[d].ndim for d in given)  # type: ignore[union-attr]
-    adjacent = given == list(range(given[0], given[-1] + 1))
-    if any(places[d].ndim != count or places[d].shape != chunked.shape for d in given) or not adjacent:  # type: ignore[union-attr]
-        raise call.unchunkable("its indices have different sizes")
-    metas = call.infer()
-    table = call["self"]
-    return call.emit(
-        [layout.with_dim(layout.dim + given[0])],
-        layout.axis,
-        lambda v: replicated(v) if v is table else sliced(v, layout),
-        metas=metas,
-    )
+    return emit(write, (x, full_indices, start, replicated(values)), {}, x.meta, [layout], layout.axis)

@@ -12,14 +12,15 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, kn
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.reductions import cast, sum_over_rows
-from subtensors.dispatch.ops.sample_dims import ELEMENTWISE_LOSSES, MEAN, NONE
+from subtensors.dispatch.ops import sample_dims
+from subtensors.dispatch.ops.sample_dims import MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 aten = torch.ops.aten
 
 
-@RULES.register(*ELEMENTWISE_LOSSES, across=True)
+@RULES.register(sample_dims.loss, across=True)
 def elementwise(call: ChunkedCall, reduction: int) -> PyTree:
     """Record the loss of each element of broadcast operands, and its reduction."""
     losses = record(call.op, **{**call.arguments, "reduction": NONE})

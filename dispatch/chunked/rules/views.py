@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, emit, replicated
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, chunk_dim_size, normalized_dim, record
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, chunk_dim_size, record
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.rules.carried_dims import carry
+from subtensors.dispatch.ops import view_dims
+from subtensors.dispatch.ops.dims import normalized
 from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
@@ -22,7 +24,7 @@ def _value_and_layout(call: ChunkedCall) -> tuple[LazyValue, RowLayout]:
     return value, value.layout
 
 
-@RULES.register(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_copy, aten.view_copy.default)
+@RULES.register(view_dims.reshape)
 def reshaped(call: ChunkedCall) -> PyTree:
     """Keep rows chunked where one dim of the result holds them in order.
 
@@ -46,7 +48,7 @@ def _reshape(x: Tensor, size: Sequence[int]) -> Tensor:
     return x.reshape(size)
 
 
-@RULES.register(aten.squeeze, aten.squeeze_copy)
+@RULES.register(view_dims.squeeze)
 def squeeze(call: ChunkedCall, x: LazyValue, dim: int | Sequence[int] | None = None) -> PyTree:
     """Remove dims of size 1, by index, since the rows of a short chunk may be one too."""
     named = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
@@ -56,7 +58,7 @@ def squeeze(call: ChunkedCall, x: LazyValue, dim: int | Sequence[int] | None = N
     return carry(call)
 
 
-@RULES.register(aten.squeeze, aten.squeeze_copy, aten.expand, aten.expand_copy, across=True)
+@RULES.register(view_dims.squeeze, view_dims.expand, across=True)
 def replicate(call: ChunkedCall) -> PyTree:
     """Remove or expand the rows, of which there is one, by a view of the replicated value."""
     args, kwargs = call.with_values(replicated)
@@ -67,7 +69,7 @@ def replicate(call: ChunkedCall) -> PyTree:
 def select(call: ChunkedCall, dim: int, index: int) -> PyTree:
     """Select one row; one chunk has it."""
     value, layout = _value_and_layout(call)
-    position = normalized_dim(index, layout.dim_size)
+    position = normalized(index, layout.dim_size)
     if layout.runs != 1 or not 0 <= position < layout.size:
         raise call.unchunkable("it selects a row")
     return record(aten.select.int, replicated(narrowed(value, layout, position, 1)), dim, 0)

@@ -49,6 +49,8 @@ def acts_as_its_map_says(call: Call) -> str | None:
         ]
         if not all_close(chosen, wanted):
             return f"a choice of positions along {label} gives other values"
+    if found.shape is not None and not all_close([t.reshape(found.shape) for t in tensors], outputs):
+        return "a reshape changes the order of the elements"
     why = moves_nothing_new(found, tensors, outputs)
     reduced = reduced_labels(call, found, tensors, outputs)
     for label in reduced:

@@ -98,11 +98,20 @@ def sweep_foreach_db(recorder: Recorder, samples: int = 8) -> None:
                     attempt(on_copies)
 
 
+def sweep_what_op_db_lacks(recorder: Recorder) -> None:
+    # Its samples of these have other sizes than their input.
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with recorder:
+        x.new_zeros(4, 3)
+        x.new_full((4, 5), 2.0)
+
+
 @functools.cache
 def recorded() -> tuple[dict[OpOverload, list[Call]], tuple[int, int]]:
     recorder = Recorder()
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        sweep_what_op_db_lacks(recorder)
         counts = sweep_op_db(recorder)
         sweep_foreach_db(recorder)
     return recorder.calls, counts
