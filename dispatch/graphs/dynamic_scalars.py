@@ -205,8 +205,9 @@ class DynamicScalars:
 
     def upload(self) -> None:
         """Copy the scalars that changed to the device, on the current stream."""
-        while self._unwaited:  # what had the memory before may still be written on that stream
-            torch.cuda.current_stream(self._unwaited[-1].device).wait_stream(self._unwaited.pop())
+        for stream in self._unwaited:  # on which what had the memory before may still be written
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._unwaited.clear()
         for buffer in self._buffers:
             if buffer.changed[1]:
                 buffer.upload()
