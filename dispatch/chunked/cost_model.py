@@ -317,6 +317,7 @@ def plan_row_statistics(
     rows: int | None = None,
     memory_limit: int | None = None,
     free_bytes: int | None = None,
+    is_shard: bool = False,
     rates: Rates = H200,
 ) -> ChunkPlan | None:
     """Return the schedule by columns that is expected to be fastest within some memory, for statistics of rows.
@@ -326,10 +327,12 @@ def plan_row_statistics(
         rows: the requested rows of a chunk; the schedule takes no more memory than chunks of this size would.
         memory_limit: bytes at the peak, extra the inputs and with the gradients.
         free_bytes: of the device, as for `plan_linear_cross_entropy`.
+        is_shard: whether other processes have more classes, so that no rows are complete and there is no other plan.
         rates: of the device.
 
     Returns:
-        The plan; None where there are few classes, or no blocks of columns fit.
+        The plan; where no blocks of columns fit, or there are few classes, None, or of a shard the one that takes the
+        least memory.
 
     Example:
         >>> print(plan_row_statistics(LossShape(8192, 2048, 151936)))
@@ -339,8 +342,9 @@ def plan_row_statistics(
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
     candidates = [
         by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
-        for columns in block_columns(rates)
-        if columns < shape.classes and shape.rows
+        for columns in (*block_columns(rates), *([shape.classes] if is_shard else []))
+        if columns < shape.classes + is_shard and shape.rows
         for share in range(KEPT_SHARES + 1)
     ]
-    return _chosen(candidates, memory_limit, free_bytes)
+    chosen = _chosen(candidates, memory_limit, free_bytes)
+    return min(candidates, key=lambda plan: (plan.bytes, plan.seconds)) if chosen is None and is_shard else chosen

@@ -26,6 +26,7 @@ from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def linear_cross_entropy_loss(
     layout: RowLayout,
     needs_grad: bool,
     dtype: torch.dtype,
+    shard: VocabularyShard | None = None,
 ) -> Tensor | None:
     """Compute the cross entropy of a linear layer by the kernels.
 
@@ -124,6 +126,7 @@ def linear_cross_entropy_loss(
         layout: of the logits.
         needs_grad: whether the result requires grad.
         dtype: of the result.
+        shard: the classes of weight and bias, where other processes have more; None: all.
 
     Returns:
         a number; None where the dtypes don't fit together.
@@ -134,9 +137,11 @@ def linear_cross_entropy_loss(
         return None
     axis, policy = layout.axis, layout.axis.policy
     shape = loss_shape(hidden, weight, needs_grad, policy.exact)
-    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
+    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device, is_shard=shard is not None)
     with without_ambient_modes(needs_grad):
-        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
+        loss = differentiable_cross_entropy(
+            hidden, weight, target, bias, options=options, schedule=chunks.schedule, shard=shard
+        )
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
         return axis.with_backward_hooks(loss).to(dtype)
@@ -163,7 +168,9 @@ def cross_entropy_options(
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
-def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
+def chunk_plan(
+    shape: LossShape, policy: Policy, rows: int | None, device: torch.device, is_shard: bool = False
+) -> ChunkPlan:
     """Return the schedule of a loss: that of the policy, or the choice of the cost model.
 
     Args:
@@ -171,13 +178,18 @@ def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch
         policy: the limits that the user set.
         rows: rows of a chunk, where the policy sets rows or chunks.
         device: its free memory is the limit where the policy sets none.
+        is_shard: whether other processes have more classes.
 
     Raises:
         ValueError: the limit that the user set can't be met.
     """
     accumulate: Accumulate = "exact" if policy.exact else "fast"
     limits, rates = _limits(policy, rows, device), device_rates(device)
-    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
+    if is_shard:
+        plan = plan_row_statistics(shape, rows=rows, is_shard=True, rates=rates, **limits)
+        assert plan is not None
+    else:
+        plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 

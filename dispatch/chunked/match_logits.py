@@ -151,6 +151,11 @@ class LinearLogits:
     bias: LazyValue | None
     transforms: TransformedLogits
 
+    @property
+    def head_weight(self) -> LazyValue:
+        """The (V, H) weight whose gradient is computed: see `transposed_weight` and `master_weight`."""
+        return master_weight(transposed_weight(self.weight), self.hidden.dtype)
+
     def rows_of(self, hidden: Tensor) -> Tensor:
         """Return the rows of hidden states that the logits are computed from: (N, H)."""
         views = self.transforms.views

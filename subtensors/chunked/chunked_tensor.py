@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subtensors.arguments import flag, shown
 from subtensors.chunked import custom_op
-from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, graph_node, user_tensor
+from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, graph_node, user_tensor
 from subtensors.chunked.number import ChunkedNumber, result_of_rows
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
 from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
@@ -22,8 +22,9 @@ from subtensors.dispatch.chunked.linear_loss import LoweredPlan
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
+from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -233,7 +234,8 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
     """
-    x = x.realize() if isinstance(x, ChunkedTensor) else full_tensor(x)
+    if type(x) not in PLAIN_TYPES:
+        x = x.realize() if isinstance(x, ChunkedTensor) else full_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
     if type(x) in MASKED_TYPES:
