@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
-from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
+from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.row_statistics import has_rows, record_statistic, untransformed_rows
 from subtensors.dispatch.chunked.rules.losses import reduce_losses
 from subtensors.dispatch.chunked.rules.reductions import cast

@@ -54,7 +54,7 @@ class _FromShards:
 
     def __init__(self, x: DTensor, is_own: bool, grad: bool) -> None:
         self.x, self.is_own, self.grad = x, is_own, grad and x.requires_grad
-        self.local = constant(x.detach().to_local())
+        self.local = constant(x.to_local().detach())
         self.__name__ = "own_shard" if is_own else "gather_shards"
 
     def __call__(self) -> Tensor:
@@ -79,7 +79,8 @@ def gathered(x: DTensor, grad: bool) -> LazyValue:
         grad: whether it is differentiable.
     """
     if x.ndim == 2 and any(placement.is_shard(1) for placement in x.placements):  # a transposed head, perhaps
-        out: LazyValue = emit(aten.t.default, (gathered(x.t(), grad),), {}, meta_like(x), [None], None, grad)
+        rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are
+        out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), [None], None, grad)
         return out
     return _recorded(_FromShards(x, is_own=False, grad=grad))
 
@@ -112,7 +113,7 @@ def own_head(weight: LazyValue, bias: LazyValue | None) -> OwnHead:
     mesh, dim = places[0]
     ranks, classes = mesh.size(dim), weight.shape[0]
     size = -(-classes // ranks)
-    if (ranks - 1) * size >= classes:  # some processes have none
+    if ranks == 1 or (ranks - 1) * size >= classes:  # one process has all, or some have none
         return OwnHead(weight, bias, None)
     shard = VocabularyShard(mesh.get_local_rank(dim) * size, classes, mesh.get_group(dim))
     own = [_recorded(_FromShards(op.x, is_own=True, grad=op.grad)) for op in parts if op is not None]

@@ -143,9 +143,8 @@ def _check_no_gradient_is_lost(op: OpOverload, tree: PyTree) -> None:
     """Raise RuleError for an op that another type calls on a tensor that requires grad, which it took as its memory."""
     if any(isinstance(x, LazyTensor) and x._ref.is_of_gradients for x in tree_leaves(tree)):
         raise RuleError(
-            f"{op} on a ChunkedTensor inside a tensor of another type, such as the DTensor that parallelize_module "
-            f"makes of a module's input: its gradient would not come back; make that tensor of realize(), or leave the "
-            f"module out of the plan and give F.linear its weight as a DTensor, which is gathered once"
+            f"{op} on a ChunkedTensor inside a tensor of another type: its gradient would not come back; make that "
+            f"tensor of realize()"
         )
 
 

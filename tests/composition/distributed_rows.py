@@ -92,7 +92,6 @@ def fully_sharded(subject: Subject) -> list[Tensor]:
     ranks=2,
     slow=True,
     lists=ELEMENT_BY_ELEMENT,
-    chunked=Refused(st.RuleError, "reshard_after_forward=False", "`reshard_after_forward=False` for the head"),
     bucketed=COLLECTIVES,
 )
 def resharded(subject: Subject) -> list[Tensor]:
