@@ -50,9 +50,9 @@ class LoweredPlan:
             for field in fields(self.options)
             if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
         ]
-        shape = self.shape
+        shape, part = self.shape, " of its own" * self.shape.is_shard
         return (
-            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes\n"
+            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes{part}\n"
             f"  {self.chunks}\n"
             f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
         )
@@ -136,8 +136,8 @@ def linear_cross_entropy_loss(
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
-    shape = loss_shape(hidden, weight, needs_grad, policy.exact)
-    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device, is_shard=shard is not None)
+    shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None)
+    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
     with without_ambient_modes(needs_grad):
         loss = differentiable_cross_entropy(
             hidden, weight, target, bias, options=options, schedule=chunks.schedule, shard=shard
@@ -168,9 +168,7 @@ def cross_entropy_options(
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
-def chunk_plan(
-    shape: LossShape, policy: Policy, rows: int | None, device: torch.device, is_shard: bool = False
-) -> ChunkPlan:
+def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
     """Return the schedule of a loss: that of the policy, or the choice of the cost model.
 
     Args:
@@ -178,18 +176,13 @@ def chunk_plan(
         policy: the limits that the user set.
         rows: rows of a chunk, where the policy sets rows or chunks.
         device: its free memory is the limit where the policy sets none.
-        is_shard: whether other processes have more classes.
 
     Raises:
         ValueError: the limit that the user set can't be met.
     """
     accumulate: Accumulate = "exact" if policy.exact else "fast"
     limits, rates = _limits(policy, rows, device), device_rates(device)
-    if is_shard:
-        plan = plan_row_statistics(shape, rows=rows, is_shard=True, rates=rates, **limits)
-        assert plan is not None
-    else:
-        plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
+    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 
@@ -212,7 +205,7 @@ def _rounded_down(free: int) -> int:
     return free // step * step
 
 
-def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True, is_shard: bool = False) -> LossShape:
     """Return the sizes that the cost of a loss depends on.
 
     Args:
@@ -220,10 +213,11 @@ def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -
         weight: (V, H).
         grad: whether gradients are recorded.
         exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
+        is_shard: whether other processes have more classes.
     """
     size = hidden.itemsize
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
+    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs, is_shard)
 
 
 _shape = functools.lru_cache(maxsize=256)(LossShape)

@@ -111,9 +111,9 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
         return  # the kernels compute in a narrower dtype than was requested
     rows, width = hidden.shape
     sizes = hidden.dtype.itemsize, weight.dtype.itemsize
-    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad)
+    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad, shard is not None)
     given = shape, layout.axis.policy, requested_rows(layout), logits.device
-    plan = statistics_plan(*given) if shard is None else chunk_plan(*given, is_shard=True)
+    plan = statistics_plan(*given) if shard is None else chunk_plan(*given) if rows else None
     if plan is None:
         return
     operands = [replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]

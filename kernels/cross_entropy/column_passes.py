@@ -107,7 +107,7 @@ class ColumnPasses:
             return None, weight_grad, bias_grad
         hidden_grad = hidden_sum.take()
         if linear.shard is not None:
-            linear.shard.reduced(hidden_grad, "sum")
+            linear.shard.reduced(hidden_grad, "SUM")
         return hidden_grad.to(linear.hidden.dtype), weight_grad, bias_grad
 
     def _allocate(self) -> _Memory:

@@ -250,9 +250,7 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
     problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
-    for chunks in (early, late):
-        if not chunks:
-            continue
+    for chunks in filter(None, (early, late)):
         if sums is not None:
             sums.gather()
         buffer = problem.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)

@@ -202,10 +202,10 @@ class RowSums:
             return
         new_max = shard.largest(self.row_max, self.targets)
         if self.options.argmax:  # the first of the largest, as in one process
-            shard.reduced(self.argmax.masked_fill_(self.row_max != new_max, shard.classes), "min")
+            shard.reduced(self.argmax.masked_fill_(self.row_max != new_max, shard.classes), "MIN")
         self._move_max(slice(None), new_max)
         totals = [t for t in (*self._totals[1:4], *self._totals[5:]) if t.numel()]
-        sums = shard.reduced(torch.cat([t.flatten() for t in totals]), "sum").split([t.numel() for t in totals])
+        sums = shard.reduced(torch.cat([t.flatten() for t in totals]), "SUM").split([t.numel() for t in totals])
         for total, folded in zip(totals, sums, strict=True):
             total.copy_(folded.view_as(total))
 

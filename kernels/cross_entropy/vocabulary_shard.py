@@ -40,11 +40,9 @@ class VocabularyShard:
     classes: int
     group: ProcessGroup
 
-    def reduced(self, tensor: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
+    def reduced(self, tensor: Tensor, op: Literal["SUM", "MAX", "MIN"]) -> Tensor:
         """Reduce a contiguous tensor over the processes, in place, and return it."""
-        reduce_op = torch.distributed.ReduceOp
-        ops = {"sum": reduce_op.SUM, "max": reduce_op.MAX, "min": reduce_op.MIN}
-        torch.distributed.all_reduce(tensor, ops[op], group=self.group)
+        torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, op), group=self.group)
         return tensor
 
     def largest(self, row_max: Tensor, targets: Tensor) -> Tensor:
@@ -59,7 +57,8 @@ class VocabularyShard:
         """
         order = torch.arange(1, targets.numel() + 1, device=targets.device)
         digest = ((targets.flatten() * order).sum() % MODULUS).to(row_max.dtype)[None]
-        found, top, bottom = self.reduced(torch.cat([row_max, digest, -digest]), "max").split([len(row_max), 1, 1])
+        found = self.reduced(torch.cat([row_max, digest, -digest]), "MAX")
+        top, bottom = found[-2:].split(1)
         if targets.device.type != "cpu":
             digest.new_zeros(1).gather(0, (top != -bottom).long())
         elif top != -bottom:
@@ -67,4 +66,4 @@ class VocabularyShard:
                 "processes that share a head have other targets each; where their tokens differ, chunk hidden states "
                 "that say so: DTensor.from_local(hidden, mesh, [Shard(0)]), and the targets alike"
             )
-        return found
+        return found[:-2]

@@ -140,9 +140,7 @@ class PlanTensor(ChunkedTensor):
     requested: Sequence[Placement] = ()
     """The placements that the plan asked for last."""
 
-    def redistribute(
-        self, device_mesh: object = None, placements: Sequence[Placement] = (), **options: object
-    ) -> PlanTensor:
+    def redistribute(self, device_mesh: object = None, placements: Sequence[Placement] = (), **_: object) -> PlanTensor:
         """Return it with other placements."""
         out: PlanTensor = user_tensor(PlanTensor, alias_ref(self))  # type: ignore[assignment]
         out.requested = placements

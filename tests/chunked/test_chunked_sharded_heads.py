@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import on_two_ranks
 
 import subtensors as st
+from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 ROWS, WIDTH, CLASSES = 12, 8, 21
 Sent = Counter[tuple[str, int]]
@@ -170,6 +174,28 @@ def test_a_sharded_head_in_bfloat16_is_as_exact_as_plain_torch_on_the_whole_one(
             assert all(own <= 1.5 * of_torch + 1e-6 for own, of_torch in zip(ours, plain, strict=True)), (name, errors)
 
 
+def kernels_of_a_shard(folder: Path) -> None:
+    """The interpreted kernels, on a shard in several blocks, beside plain torch."""
+    mesh, rank, given = ranks(), dist.get_rank(), tensors(torch.float32, ROWS, 300)
+    shard = VocabularyShard(150 * rank, 300, mesh.get_group())
+    options = CrossEntropy(class_weight=given["class_weight"], label_smoothing=0.1, z_loss=0.1, softcap=3.0)
+    own = slice(150 * rank, 150 * (rank + 1))
+    for target in (given["target"], given["soft"]):
+        args = given["hidden"], given["weight"][own], target, given["bias"][own]
+        for kernels in (True, False):
+            found = linear_cross_entropy(*args, options=options, columns=64, kernels=kernels, shard=shard)
+            whole = given["weight"], target, given["bias"]
+            exact = [x.double() if x.is_floating_point() else x for x in (given["hidden"], *whole)]
+            wide = replace(options, class_weight=given["class_weight"].double())
+            e = linear_cross_entropy(*exact, options=wide, kernels=False)
+            for a, b in zip(found, (e.loss, e.hidden, e.weight[own], e.bias[own]), strict=True):
+                torch.testing.assert_close(a, b.float())
+
+
+def test_the_kernels_count_the_classes_of_a_shard_among_all(tmp_path: Path) -> None:
+    on_two_ranks(kernels_of_a_shard, tmp_path)
+
+
 def placements_of_everything(folder: Path) -> None:
     """Other ways to have a sharded head: parallel plans, `from_local`, hidden states that are DTensors, frozen ones."""
     mesh, given = ranks(), tensors()
@@ -234,6 +260,25 @@ def placements_of_everything(folder: Path) -> None:
     with torch.no_grad():
         top = F.linear(st.chunk(given["hidden"], rows=5), weight, bias).argmax(-1).realize()
     assert torch.equal(top, F.linear(given["hidden"], given["weight"], given["bias"]).argmax(-1))
+    # Another way to call it, a second backward, and autocast, whose sums are of the float32 weight.
+    hidden = given["hidden"].float().requires_grad_()
+    head = distribute_tensor(given["weight"].float(), mesh, [Shard(0)]).requires_grad_()
+    loss = F.cross_entropy(F.linear(st.chunk(hidden, rows=5), head), target)
+    assert "of its own" in st.explain(loss)
+    for retain in (True, False):
+        (grad,) = torch.autograd.grad(loss, [head], retain_graph=retain)
+        torch.testing.assert_close(
+            3 * grad.full_tensor().double(), truth(program, given, False)[2], rtol=1e-4, atol=1e-5
+        )
+    with torch.autocast("cpu", torch.bfloat16), Collectives() as sent:
+        loss = F.cross_entropy(F.linear(st.chunk(hidden, rows=5), head), target)
+        (grad,) = torch.autograd.grad(loss, [head])
+    assert grad.dtype is torch.float32
+    assert {kind for kind, _ in sent.seen} == {"allreduce"}, sent.seen
+    torch.testing.assert_close(3 * grad.full_tensor().double(), truth(program, given, False)[2], rtol=0.05, atol=0.02)
+    if hasattr(F, "linear_cross_entropy"):
+        loss = F.linear_cross_entropy(st.chunk(given["hidden"], rows=5), weight, target, linear_bias=bias)
+        torch.testing.assert_close(loss, expected[0])
     # A product that is no linear layer, and a loss that reads every logit, gather the head.
     parameter = distribute_tensor(given["weight"], mesh, [Shard(0)]).requires_grad_()
     wide = (st.chunk(given["hidden"], rows=5) @ parameter.t()).square().mean()
