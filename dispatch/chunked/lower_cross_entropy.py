@@ -65,11 +65,10 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
     found = match_linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
         return None
-    (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
+    hidden, (weight, _, shard) = found.hidden, own_head(found.head_weight, found.bias)
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
-    summed = hidden.dtype
-    if logits.layout.axis.policy.exact:
-        summed = found.head_weight.dtype
-    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
+    summed = weight.dtype if logits.layout.axis.policy.exact else hidden.dtype
+    sizes = logits.shape[0], hidden.shape[1], weight.shape[0]
+    shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None)
     chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"

@@ -28,6 +28,7 @@ from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
     View,
     match_linear_logits,
+    viewed,
 )
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import StatisticsOp
@@ -142,10 +143,5 @@ def _rows_of(hidden: LazyValue, views: tuple[View, ...]) -> LazyValue:
     """Return the rows of hidden states that logits with these views are computed from: (N, H)."""
     if not any(isinstance(view, tuple) for view in views):
         return hidden
-    for view in views:
-        if isinstance(view, tuple):
-            hidden = record(aten.slice.Tensor, hidden, *view)
-        else:
-            hidden = record(aten.reshape.default, hidden, [*view, hidden.shape[-1]])
-    out: LazyValue = record(aten.reshape.default, hidden, [-1, hidden.shape[-1]])
+    out: LazyValue = record(aten.reshape.default, viewed(hidden, views), [-1, hidden.shape[-1]])
     return out

@@ -96,6 +96,7 @@ LOSSES: dict[str, Callable[[Tensor, Given], Tensor]] = {
     "class weights": lambda y, g: F.cross_entropy(y, g["target"], g["class_weight"], label_smoothing=0.1),
     "soft targets": lambda y, g: F.cross_entropy(y, g["soft"]),
     "softcap": lambda y, g: F.cross_entropy(3 * torch.tanh(y / 3), g["target"]),
+    "masked rows": lambda y, g: F.cross_entropy(y[g["target"] != -100], g["target"][g["target"] != -100]),
     "shifted labels": lambda y, g: F.cross_entropy(y[:-1], g["target"][1:]),
     "each row's own, weighted": lambda y, g: (F.cross_entropy(y, g["target"], reduction="none") * g["gain"]).sum(),
     "nll": lambda y, g: F.nll_loss(y.log_softmax(-1), g["target"]),
@@ -146,7 +147,7 @@ def test_every_loss_of_a_sharded_head_is_that_of_the_whole_one_by_two_all_reduce
     for seen in on_two_ranks(every_loss, tmp_path):
         for name, sent in seen.items():
             assert {kind for kind, _ in sent} == {"allreduce"}, (name, sent)
-            rows = ROWS - (name == "shifted labels")
+            rows = ROWS - (name in ("shifted labels", "masked rows"))
             assert sent.pop(("allreduce", 8 * rows * WIDTH), 0) == 1, (name, sent)
             assert sum(sent.values()) == 2, (name, sent)
             assert all(size <= 8 * (4 * ROWS + 2) for _, size in sent), (name, sent)

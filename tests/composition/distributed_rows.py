@@ -111,7 +111,7 @@ def resharded(subject: Subject) -> list[Tensor]:
     slow=True,
     padded=Refused(st.RuleError, "unpad before them", "unpad before the module"),
     lists=Refused(TypeError, "call it for each element", "or hand over `x.tree()`"),
-    chunked=Refused(st.RuleError, "leave the module out of the plan", "leave the head out of the plan"),
+    chunked=Refused(st.RuleError, "leave the module out of the plan", "`output_layouts=Replicate()` for the head"),
     bucketed=Slower("met a PaddedTensor below autograd"),
 )
 def tensor_parallel(subject: Subject) -> list[Tensor]:
