@@ -10,6 +10,7 @@ each process has (`kernels/cross_entropy/vocabulary_shard.py`), and the gather n
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -48,19 +49,30 @@ class _FromShards:
 
     Args:
         x: the DTensor.
-        is_own: whether to return its shard.
         grad: whether it is differentiable.
     """
 
-    def __init__(self, x: DTensor, is_own: bool, grad: bool) -> None:
-        self.x, self.is_own, self.grad = x, is_own, grad and x.requires_grad
-        self.local = constant(x.to_local().detach())
-        self.__name__ = "own_shard" if is_own else "gather_shards"
+    is_own = False
+    """Whether it returns the shard."""
+    __name__ = "gather_shards"
+
+    def __init__(self, x: DTensor, grad: bool) -> None:
+        self.x, self.grad = x, grad and x.requires_grad
+        self.full, self.local = constant(x), constant(x.to_local().detach())
 
     def __call__(self) -> Tensor:
         """Compute it."""
-        known_tensor(self.local)  # which checks that nothing was written to it
-        return self.x.to_local() if self.is_own else self.x.full_tensor()
+        known_tensor(self.full)  # which checks that nothing was written to it
+        local = known_tensor(self.local)  # and that it was not freed
+        if self.is_own:
+            return self.x.to_local() if self.grad or local is None else local
+        return self.x.full_tensor()
+
+    def of_own(self) -> _FromShards:
+        """Return the op whose result is the shard, as it was when this one was recorded."""
+        out = copy.copy(self)
+        out.is_own, out.__name__ = True, "own_shard"
+        return out
 
 
 def _recorded(op: _FromShards) -> LazyValue:
@@ -82,7 +94,7 @@ def gathered(x: DTensor, grad: bool) -> LazyValue:
         rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are
         out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), [None], None, grad)
         return out
-    return _recorded(_FromShards(x, is_own=False, grad=grad))
+    return _recorded(_FromShards(x, grad))
 
 
 class OwnHead(NamedTuple):
@@ -116,7 +128,7 @@ def own_head(weight: LazyValue, bias: LazyValue | None) -> OwnHead:
     if ranks == 1 or (ranks - 1) * size >= classes:  # one process has all, or some have none
         return OwnHead(weight, bias, None)
     shard = VocabularyShard(mesh.get_local_rank(dim) * size, classes, mesh.get_group(dim))
-    own = [_recorded(_FromShards(op.x, is_own=True, grad=op.grad)) for op in parts if op is not None]
+    own = [_recorded(op.of_own()) for op in parts if op is not None]
     return OwnHead(own[0], own[1] if bias is not None else None, shard)
 
 

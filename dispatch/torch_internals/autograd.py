@@ -128,6 +128,9 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
     Where gradients are recorded, the module's weights stay gathered for the backward, which finds them so and frees
     them. Elsewhere nothing would free them before they change, so a copy is gathered.
 
+    Args:
+        weight: the module's, or the memory of one that is a DTensor.
+
     Returns:
         None for any other tensor.
 
@@ -136,17 +139,22 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
     """
     from torch.distributed._composable_state import _module_state_mapping
 
+    storage = weight.untyped_storage()
     for module, reference in list(_module_state_mapping.items()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for param in [param for group in groups if group is not None for param in group.fsdp_params]:
-            unsharded: object = getattr(param, "_unsharded_param", None)
-            if unsharded is not weight:
+            unsharded = getattr(param, "_unsharded_param", None)
+            with torch.no_grad():
+                local = unsharded.to_local() if hasattr(unsharded, "to_local") else unsharded
+            if local is None or local.untyped_storage() is not storage:
                 continue
-            if torch.is_grad_enabled():
-                module.unshard()  # type: ignore[operator]  # a method of FSDPModule, which fully_shard makes of it
+            is_copied = not (torch.is_grad_enabled() or storage.nbytes())
+            module.unshard()  # type: ignore[operator]  # a method of FSDPModule, which fully_shard makes of it
+            if not is_copied:
                 return weight
-            copy: torch.Tensor = param.sharded_param.detach().full_tensor().to(weight)
+            copy = weight.clone()
+            module.reshard()  # type: ignore[operator]
             return copy
     return None
 

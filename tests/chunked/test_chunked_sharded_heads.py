@@ -280,6 +280,12 @@ def placements_of_everything(folder: Path) -> None:
     if hasattr(F, "linear_cross_entropy"):
         loss = F.linear_cross_entropy(st.chunk(given["hidden"], rows=5), weight, target, linear_bias=bias)
         torch.testing.assert_close(loss, expected[0])
+    # A head that is written to before its loss is computed.
+    logits = F.linear(st.chunk(hidden, rows=5), head)
+    with torch.no_grad():
+        head.mul_(2)
+    with pytest.raises(st.RuleError, match="modified in place"):
+        F.cross_entropy(logits, target).item()
     # A product that is no linear layer, and a loss that reads every logit, gather the head.
     parameter = distribute_tensor(given["weight"], mesh, [Shard(0)]).requires_grad_()
     wide = (st.chunk(given["hidden"], rows=5) @ parameter.t()).square().mean()
@@ -323,17 +329,20 @@ class Model(nn.Module):
 
 
 def resharded_after_forward(folder: Path) -> list[Sent]:
-    """Steps of FSDP2 with default flags; what each step sends."""
-    mesh, rank = ranks(), dist.get_rank()
+    """Steps of FSDP2 with default flags, with tensor parallelism too in four processes; what each step sends."""
+    tensor_parallel = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (2, tensor_parallel), mesh_dim_names=("data", "tensor"))
     plain, model = Model(False), Model(True)
+    if tensor_parallel > 1:
+        parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel(output_layouts=Replicate())})
     for module in (model.layer, model.head, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh["data"])
     torch.manual_seed(1)
     data = [(torch.randn(ROWS, WIDTH), torch.randint(40, (ROWS,))) for _ in range(2)]
-    seen = []
+    own, seen = data[mesh["data"].get_local_rank()], []
     for _ in range(2):
         with Collectives() as sent:
-            model(*data[rank]).backward()
+            model(*own).backward()
         seen.append(sent.seen)
         torch.stack([plain(*batch) for batch in data]).mean().backward()
         for a, e in zip(model.parameters(), plain.parameters(), strict=True):
@@ -342,15 +351,17 @@ def resharded_after_forward(folder: Path) -> list[Sent]:
             torch.optim.SGD(each.parameters(), lr=0.5).step()
             each.zero_grad()
         with torch.no_grad():  # evaluation leaves no weight gathered, which a step would make stale
-            torch.testing.assert_close(model(*data[rank]), plain(*data[rank]))
+            torch.testing.assert_close(model(*own), plain(*own))
     return seen
 
 
-def test_a_head_that_fsdp_reshards_after_forward_is_gathered_once_more_however_many_chunks(tmp_path: Path) -> None:
-    for steps in on_two_ranks(resharded_after_forward, tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_head_that_fsdp_reshards_after_forward_is_gathered_once_more_however_many_chunks(
+    tmp_path: Path, ranks: int
+) -> None:
+    for steps in on_two_ranks(resharded_after_forward, tmp_path, ranks):
         for sent in steps:
-            half = 4 * 40 * WIDTH // 2
-            assert {kind: n for (kind, size), n in sent.items() if size == half and "gather" in kind} == {
-                "allgather_base": 2
-            }, sent
+            own = 4 * 40 * WIDTH // ranks
+            gathers = {kind: n for (kind, size), n in sent.items() if size == own and "gather" in kind}
+            assert gathers == {"allgather_base": 2}, sent
             assert sum(n for (kind, _), n in sent.items() if "reduce_scatter" in kind) == 2, sent
