@@ -79,7 +79,7 @@ def lower_statistics(requested: LazyValue, grad: bool) -> None:
         found = match_linear_logits(logits)
         if found is None or found.transforms.base in read:
             continue
-        if is_sharded(found.head_weight) or (grad and node.grad and found.weight.needs_grad):
+        if (grad and node.grad and found.weight.needs_grad) or is_sharded(found.head_weight):
             _lower(node, logits, found)
 
 

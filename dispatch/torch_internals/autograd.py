@@ -145,9 +145,11 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for param in [param for group in groups if group is not None for param in group.fsdp_params]:
             unsharded = getattr(param, "_unsharded_param", None)
+            if unsharded is None:
+                continue
             with torch.no_grad():
                 local = unsharded.to_local() if hasattr(unsharded, "to_local") else unsharded
-            if local is None or local.untyped_storage() is not storage:
+            if local.untyped_storage() is not storage:
                 continue
             is_copied = not (torch.is_grad_enabled() or storage.nbytes())
             module.unshard()  # type: ignore[operator]  # a method of FSDPModule, which fully_shard makes of it
