@@ -95,6 +95,7 @@ class LossShape:
         itemsize: bytes an element of hidden states, weight and logits.
         weight_grad_itemsize: bytes an element of the weight's gradient.
         needs_hidden, needs_weight: which gradients are needed.
+        is_shard: whether other processes have more classes, so that no block holds complete rows.
     """
 
     rows: int
@@ -104,6 +105,7 @@ class LossShape:
     weight_grad_itemsize: int = 2
     needs_hidden: bool = True
     needs_weight: bool = True
+    is_shard: bool = False
 
     @property
     def gemm_flops(self) -> float:
@@ -204,7 +206,8 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
     # Where a block takes less memory than dX, dX is rounded into the memory of its own sum.
-    at_the_end = 0 if columns < shape.width and shape.itemsize == 2 else shape.hidden_grad_bytes
+    is_rounded = columns < shape.width and shape.itemsize == 2 and not shape.is_shard
+    at_the_end = 0 if is_rounded else shape.hidden_grad_bytes
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
@@ -291,11 +294,14 @@ def _candidates(
     shape: LossShape, accumulate: Accumulate, rows: int | None, memory_limit: int | None, rates: Rates
 ) -> Iterator[ChunkPlan]:
     """Yield the schedules to compare."""
-    sizes = {min(shape.rows, 2**k * odd) for k in range(4, 32) for odd in (1, 3)} | {max(1, shape.rows)}
-    for size in sorted(sizes | ({rows} if rows is not None else set())):
-        yield by_rows(shape, size, accumulate, rates)
-    if not shape.needs_weight or not shape.rows:
-        return  # without dW rows are as exact, and take one product less
+    if shape.is_shard:
+        yield by_columns(shape, shape.classes, 0, rates)
+    else:
+        sizes = {min(shape.rows, 2**k * odd) for k in range(4, 32) for odd in (1, 3)} | {max(1, shape.rows)}
+        for size in sorted(sizes | ({rows} if rows is not None else set())):
+            yield by_rows(shape, size, accumulate, rates)
+        if not shape.needs_weight or not shape.rows:
+            return  # without dW rows are as exact, and take one product less
     for columns in block_columns(rates):
         if columns >= shape.classes:
             return

@@ -38,8 +38,7 @@ def evaluate(value: LazyValue) -> Tensor:
     if (tensor := known_tensor(full)) is not None:
         return tensor
     grad = torch.is_grad_enabled() and full.needs_grad
-    if grad:
-        lower_statistics(full)
+    lower_statistics(full, grad)
     evaluation = _Evaluation(grad)
     with without_ambient_modes():
         tensor = evaluation.run(full)

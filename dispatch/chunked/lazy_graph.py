@@ -36,7 +36,7 @@ from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_li
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
-from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
+from subtensors.dispatch.torch_internals.autograd import gathered_again, has_saved_tensor_hooks
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 Span = tuple[int, int]
@@ -301,6 +301,10 @@ def known_tensor(value: LazyValue) -> Tensor | None:
             f"recorded it; realize() the result before the write, or write to a clone"
         )
     if tensor.data_ptr() != address:
+        again = gathered_again(tensor)
+        if again is not None:
+            value.tensor, value.recorded = again, _version_and_address(again)
+            return again
         change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
             f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
@@ -345,13 +349,8 @@ def emit(
         layout = next(remaining, None)
         differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
         combine = layout if isinstance(layout, Combine) else None
-        out = LazyValue(
-            meta,
-            torch.device(device),
-            None if isinstance(layout, Combine) else layout,
-            node,
-            node.grad and differentiable,
-        )
+        rows = None if isinstance(layout, Combine) else layout
+        out = LazyValue(meta, torch.device(device), rows, node, node.grad and differentiable)
         out.combine, out.part_layout = combine, node.rows if combine is Combine.STACK else None
         node.add_output(out)
         return out

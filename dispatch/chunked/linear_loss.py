@@ -26,6 +26,7 @@ from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class LoweredPlan:
             for field in fields(self.options)
             if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
         ]
-        shape = self.shape
+        shape, part = self.shape, " of its own" * self.shape.is_shard
         return (
-            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes\n"
+            f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes{part}\n"
             f"  {self.chunks}\n"
             f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
         )
@@ -112,6 +113,7 @@ def linear_cross_entropy_loss(
     layout: RowLayout,
     needs_grad: bool,
     dtype: torch.dtype,
+    shard: VocabularyShard | None = None,
 ) -> Tensor | None:
     """Compute the cross entropy of a linear layer by the kernels.
 
@@ -124,6 +126,7 @@ def linear_cross_entropy_loss(
         layout: of the logits.
         needs_grad: whether the result requires grad.
         dtype: of the result.
+        shard: the classes of weight and bias, where other processes have more; None: all.
 
     Returns:
         a number; None where the dtypes don't fit together.
@@ -133,10 +136,12 @@ def linear_cross_entropy_loss(
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
-    shape = loss_shape(hidden, weight, needs_grad, policy.exact)
+    shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None)
     chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
     with without_ambient_modes(needs_grad):
-        loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=chunks.schedule)
+        loss = differentiable_cross_entropy(
+            hidden, weight, target, bias, options=options, schedule=chunks.schedule, shard=shard
+        )
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
         return axis.with_backward_hooks(loss).to(dtype)
@@ -200,7 +205,7 @@ def _rounded_down(free: int) -> int:
     return free // step * step
 
 
-def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -> LossShape:
+def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True, is_shard: bool = False) -> LossShape:
     """Return the sizes that the cost of a loss depends on.
 
     Args:
@@ -208,10 +213,11 @@ def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True) -
         weight: (V, H).
         grad: whether gradients are recorded.
         exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
+        is_shard: whether other processes have more classes.
     """
     size = hidden.itemsize
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs)
+    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs, is_shard)
 
 
 _shape = functools.lru_cache(maxsize=256)(LossShape)

@@ -17,7 +17,8 @@ from subtensors.dispatch.chunked.linear_loss import (
     linear_cross_entropy_loss,
     requested_rows,
 )
-from subtensors.dispatch.chunked.match_logits import master_weight, match_linear_logits, transposed_weight
+from subtensors.dispatch.chunked.match_logits import match_linear_logits
+from subtensors.dispatch.chunked.sharded_head import own_head
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 
@@ -51,12 +52,12 @@ def lowered_cross_entropy(
     needs_grad = grad and logits.needs_grad
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
         hidden = found.rows_of(input_tensor(found.hidden))
-        weight = evaluate(master_weight(transposed_weight(found.weight), hidden.dtype))
-        bias = None if found.bias is None else evaluate(found.bias)
+        head = own_head(found.head_weight, found.bias)
+        weight, bias = evaluate(head.weight), None if head.bias is None else evaluate(head.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
     options = found.transforms.applied_to(options)
-    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype)
+    return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype, head.shard)
 
 
 def describe_expected_loss(logits: LazyValue) -> str | None:
@@ -64,11 +65,10 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
     found = match_linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
         return None
-    (count, classes), hidden, weight = logits.shape, found.hidden, found.weight
+    hidden, (weight, _, shard) = found.hidden, own_head(found.head_weight, found.bias)
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
-    summed = hidden.dtype
-    if logits.layout.axis.policy.exact:
-        summed = master_weight(transposed_weight(weight), hidden.dtype).dtype
-    shape = LossShape(count, hidden.shape[1], classes, hidden.dtype.itemsize, summed.itemsize, *needs)
+    summed = weight.dtype if logits.layout.axis.policy.exact else hidden.dtype
+    sizes = logits.shape[0], hidden.shape[1], weight.shape[0]
+    shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None)
     chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"

@@ -23,17 +23,18 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     replicated,
 )
-from subtensors.dispatch.chunked.linear_loss import requested_rows, statistics_plan
+from subtensors.dispatch.chunked.linear_loss import chunk_plan, requested_rows, statistics_plan
 from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
     View,
-    master_weight,
     match_linear_logits,
-    transposed_weight,
+    viewed,
 )
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import StatisticsOp
+from subtensors.dispatch.chunked.sharded_head import is_sharded, own_head
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 aten = torch.ops.aten
 
@@ -45,10 +46,11 @@ class LinearStatisticsOp:
         op: the op on chunks of its logits.
         plan: the blocks of columns.
         sizes: of the logits without the classes.
+        shard: the classes of weight and bias, where other processes have more; None: all.
     """
 
-    def __init__(self, op: StatisticsOp, plan: ChunkPlan, sizes: torch.Size) -> None:
-        self.op, self.plan, self.sizes = op, plan, sizes
+    def __init__(self, op: StatisticsOp, plan: ChunkPlan, sizes: torch.Size, shard: VocabularyShard | None) -> None:
+        self.op, self.plan, self.sizes, self.shard = op, plan, sizes, shard
         self.__name__ = "linear_row_statistics"
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: Tensor) -> list[Tensor]:
@@ -57,25 +59,28 @@ class LinearStatisticsOp:
         schedule, options = self.plan.schedule, self.op.options
         assert schedule.columns is not None
         classes, vector = self.op.rows_of(operands, hidden)
+        columns, kept, shard = schedule.columns, schedule.kept, self.shard
         found = linear_row_statistics(
-            hidden, weight, bias, classes, vector, options=options, columns=schedule.columns, kept=schedule.kept
+            hidden, weight, bias, classes, vector, options=options, columns=columns, kept=kept, shard=shard
         )
         return self.op.results(found, self.sizes)
 
 
-def lower_statistics(requested: LazyValue) -> None:
+def lower_statistics(requested: LazyValue, grad: bool) -> None:
     """Lower the statistics that a value depends on, where their logits are a linear layer that it reads nowhere else.
 
     Args:
         requested: a value that is about to be evaluated.
+        grad: whether its gradient is recorded.
     """
     nodes, read = _reachable(requested)
     for node in nodes:
         logits = node.args[0]
         found = match_linear_logits(logits)
-        if found is None or found.transforms.base in read or not (node.grad and found.weight.needs_grad):
+        if found is None or found.transforms.base in read:
             continue
-        _lower(node, logits, found)
+        if (grad and node.grad and found.weight.needs_grad) or is_sharded(found.head_weight):
+            _lower(node, logits, found)
 
 
 def _reachable(requested: LazyValue) -> tuple[list[LazyNode], set[LazyValue]]:
@@ -102,20 +107,21 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     assert layout is not None
     with recording(True):
         hidden = _rows_of(_full(found.hidden), found.transforms.views)
-        weight = master_weight(transposed_weight(found.weight), hidden.dtype)
+        weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested
     rows, width = hidden.shape
     sizes = hidden.dtype.itemsize, weight.dtype.itemsize
-    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad)
-    plan = statistics_plan(shape, layout.axis.policy, requested_rows(layout), logits.device)
+    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad, shard is not None)
+    given = shape, layout.axis.policy, requested_rows(layout), logits.device
+    plan = statistics_plan(*given) if shard is None else chunk_plan(*given) if rows else None
     if plan is None:
         return
     operands = [replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]
-    whole = LinearStatisticsOp(op, plan, logits.shape[:-1])
+    whole = LinearStatisticsOp(op, plan, logits.shape[:-1], shard)
     # A result that was freed is computed, too: the op on chunks does so.
     metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]
-    values = emit(whole, (hidden, weight, found.bias, *operands), {}, metas, [None] * len(metas), None, grad=True)
+    values = emit(whole, (hidden, weight, bias, *operands), {}, metas, [None] * len(metas), None, grad=node.grad)
     for result, value in zip(node.outputs, values, strict=True):
         if result is not None and result.layout is not None:
             result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, layout.axis, node.grad)
@@ -137,10 +143,5 @@ def _rows_of(hidden: LazyValue, views: tuple[View, ...]) -> LazyValue:
     """Return the rows of hidden states that logits with these views are computed from: (N, H)."""
     if not any(isinstance(view, tuple) for view in views):
         return hidden
-    for view in views:
-        if isinstance(view, tuple):
-            hidden = record(aten.slice.Tensor, hidden, *view)
-        else:
-            hidden = record(aten.reshape.default, hidden, [*view, hidden.shape[-1]])
-    out: LazyValue = record(aten.reshape.default, hidden, [-1, hidden.shape[-1]])
+    out: LazyValue = record(aten.reshape.default, viewed(hidden, views), [-1, hidden.shape[-1]])
     return out

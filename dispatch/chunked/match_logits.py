@@ -46,13 +46,7 @@ class TransformedLogits:
         Raises:
             NeedsMaterialize: the base can't be viewed so.
         """
-        value = self.base
-        for view in self.views:
-            if isinstance(view, tuple):
-                value = record(aten.slice.Tensor, value, *view)
-            else:
-                value = record(aten.reshape.default, value, [*view, value.shape[-1]])
-        return value
+        return viewed(self.base, self.views)
 
     def applied_to(self, options: CrossEntropy) -> CrossEntropy:
         """Return the options of a cross entropy of the base."""
@@ -66,6 +60,16 @@ class TransformedLogits:
             out = record(aten.tanh.default, record(aten.div.Tensor, out, self.softcap))
             out = record(aten.mul.Tensor, out, self.softcap)
         return out if self.temperature == 1 else record(aten.div.Tensor, out, self.temperature)
+
+
+def viewed(value: LazyValue, views: tuple[View, ...]) -> LazyValue:
+    """Record views of the rows of a value, of logits or of the hidden states that they are computed from."""
+    for view in views:
+        if isinstance(view, tuple):
+            value = record(aten.slice.Tensor, value, *view)
+        else:
+            value = record(aten.reshape.default, value, [*view, value.shape[-1]])
+    return value
 
 
 def match_transforms(logits: LazyValue) -> TransformedLogits:
@@ -150,6 +154,11 @@ class LinearLogits:
     weight: LazyValue
     bias: LazyValue | None
     transforms: TransformedLogits
+
+    @property
+    def head_weight(self) -> LazyValue:
+        """The (V, H) weight whose gradient is computed: see `transposed_weight` and `master_weight`."""
+        return master_weight(transposed_weight(self.weight), self.hidden.dtype)
 
     def rows_of(self, hidden: Tensor) -> Tensor:
         """Return the rows of hidden states that the logits are computed from: (N, H)."""

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
+from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.record import record, sliced
-from subtensors.dispatch.chunked.row_statistics import has_rows, untransformed_rows
+from subtensors.dispatch.chunked.row_statistics import has_rows, record_statistic, untransformed_rows
 from subtensors.dispatch.chunked.rules.losses import reduce_losses
 from subtensors.dispatch.chunked.rules.reductions import cast
+from subtensors.dispatch.chunked.sharded_head import is_sharded
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.row_cross_entropy import row_cross_entropy
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
@@ -78,6 +80,12 @@ def record_cross_entropy(
     weight = None if options.class_weight is None else constant(options.class_weight)
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
+    wide = arithmetic_dtype(logits.dtype)
+    if has_class_targets and weight is None and not options.label_smoothing and _is_sharded_layer(logits):
+        with recording(grad and logits.needs_grad):
+            found = _losses_by_statistics(logits, target, options.ignore_index)
+            if found is not None:
+                return _reduced(found, target, weight, options, dtype, wide)
     transforms, rows = untransformed_rows(logits)
     wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
@@ -85,10 +93,39 @@ def record_cross_entropy(
         row_options = transforms.applied_to(replace(options, class_weight=None, reduction="none"))
         operands = rows, sliced(target, layout), weight, row_options
         losses = emit(cross_entropy, operands, {}, meta, [layout], layout.axis)
-        if options.reduction == "none":
-            return cast(losses, dtype)
-        if has_soft_targets:
-            out: LazyValue = record(aten.sum.default if options.reduction == "sum" else aten.mean.default, losses)
-            return cast(out, dtype)
-        loss, _ = reduce_losses(losses, target, weight, options.ignore_index, options.reduction == "mean", wide)
-        return cast(loss, dtype)
+        return _reduced(losses, target, weight, options, dtype, wide)
+
+
+def _reduced(
+    losses: LazyValue,
+    target: LazyValue,
+    weight: LazyValue | None,
+    options: CrossEntropy,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+) -> LazyValue:
+    """Record the reduction of the losses of rows, (N,)."""
+    if options.reduction == "none":
+        return cast(losses, dtype)
+    if target.ndim == 2:
+        out: LazyValue = record(aten.sum.default if options.reduction == "sum" else aten.mean.default, losses)
+        return cast(out, dtype)
+    loss, _ = reduce_losses(losses, target, weight, options.ignore_index, options.reduction == "mean", wide)
+    return cast(loss, dtype)
+
+
+def _is_sharded_layer(logits: LazyValue) -> bool:
+    found = match_linear_logits(logits)
+    return found is not None and is_sharded(found.head_weight)
+
+
+def _losses_by_statistics(logits: LazyValue, target: LazyValue, ignore_index: int) -> LazyValue | None:
+    """Record the losses of class targets as negative log-probabilities, with which a sharded head needs no gather."""
+    valid = record(aten.ne.Scalar, target, ignore_index)
+    classes = record(aten.unsqueeze.default, record(aten.where.ScalarOther, valid, target, 0), -1)
+    found = record_statistic(logits, "log_probability", classes)
+    if found is None:
+        return None
+    losses = record(aten.neg.default, record(aten.squeeze.dim, found, -1))
+    out: LazyValue = record(aten.where.ScalarOther, valid, losses, 0)
+    return out

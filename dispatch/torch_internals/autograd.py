@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -118,6 +119,68 @@ def is_fsdp_identity_node(function: object) -> bool:
     False
     """
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
+
+
+@requires("torch.distributed._composable_state._module_state_mapping", otherwise=lambda weight: None)
+def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return a weight that FSDP2 has gathered for a forward and freed after it, with its values. Checked on 2.13.
+
+    Where gradients are recorded, the module's weights stay gathered for the backward, which finds them so and frees
+    them. Elsewhere nothing would free them before they change, so a copy is gathered.
+
+    Args:
+        weight: the module's, or the memory of one that is a DTensor.
+
+    Returns:
+        None for any other tensor.
+
+    >>> gathered_again(torch.ones(2)) is None
+    True
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    storage = weight.untyped_storage()
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for param in [param for group in groups if group is not None for param in group.fsdp_params]:
+            unsharded = getattr(param, "_unsharded_param", None)
+            if unsharded is None:
+                continue
+            with torch.no_grad():
+                local = unsharded.to_local() if hasattr(unsharded, "to_local") else unsharded
+            if local.untyped_storage() is not storage:
+                continue
+            is_copied = not (torch.is_grad_enabled() or storage.nbytes())
+            module.unshard()  # type: ignore[operator]  # a method of FSDPModule, which fully_shard makes of it
+            if not is_copied:
+                return weight
+            copy = weight.clone()
+            module.reshard()  # type: ignore[operator]
+            return copy
+    return None
+
+
+def convert_from_local(kind: type[torch.Tensor], convert: Callable[..., torch.Tensor]) -> None:
+    """Make `DTensor.from_local`, which plans of `parallelize_module` call, leave a type of tensors to a function.
+
+    A DTensor around such a tensor would call ops on it beneath autograd. Checked on 2.13.
+
+    Args:
+        kind: the type.
+        convert: called with torch's own `from_local`, and then with its arguments.
+    """
+    from torch.distributed.tensor import DTensor
+
+    original = DTensor.from_local
+
+    @functools.wraps(original)
+    def from_local(local_tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if isinstance(local_tensor, kind):
+            return convert(original, local_tensor, *args, **kwargs)
+        return original(local_tensor, *args, **kwargs)  # type: ignore[arg-type]  # as they came
+
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign,assignment]
 
 
 def is_module_tracker_hook(hook: object) -> bool:

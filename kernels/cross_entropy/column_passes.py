@@ -103,7 +103,12 @@ class ColumnPasses:
             if bias_grad is not None:
                 torch.sum(gradient, 0, dtype=linear.compute_dtype, out=bias_grad[begin:end])
         del memory, first_pass, scratch, places, place, block, gradient  # their memory is reused by dX
-        return None if hidden_sum is None else hidden_sum.take().to(linear.hidden.dtype), weight_grad, bias_grad
+        if hidden_sum is None:
+            return None, weight_grad, bias_grad
+        hidden_grad = hidden_sum.take()
+        if linear.shard is not None:
+            linear.shard.reduced(hidden_grad, "SUM")
+        return hidden_grad.to(linear.hidden.dtype), weight_grad, bias_grad
 
     def _allocate(self) -> _Memory:
         linear, (_, columns) = self.linear, self.blocks[0]
@@ -113,8 +118,8 @@ class ColumnPasses:
 def _hidden_sum(linear: LinearHead, blocks: Parts) -> GradientSum:
     """Return the accumulator of the hidden states' gradient over blocks of columns."""
     hidden, (_, columns) = linear.hidden, blocks[0]
-    if columns >= hidden.shape[1] or hidden.itemsize != 2:
-        # A block took as much memory as the result, or nothing is rounded.
+    if columns >= hidden.shape[1] or hidden.itemsize != 2 or linear.shard is not None:
+        # A block took as much memory as the result, or nothing is rounded, or other processes add to it.
         return GradientSum(hidden.new_empty(hidden.shape, dtype=linear.compute_dtype), exact=False)
     return GradientSum(hidden.new_empty(hidden.shape), exact=len(blocks) > 1, kernels=False)
 

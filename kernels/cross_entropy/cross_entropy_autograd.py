@@ -22,6 +22,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
 from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, uses_kernels
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.launcher import launching_on
 
 SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
@@ -51,11 +52,13 @@ class _LossConfig(NamedTuple):
         options: the options of the cross entropy.
         schedule: the parts in which it is computed.
         needs: whether to compute the gradients of hidden, weight and bias.
+        shard: see `linear_cross_entropy`.
     """
 
     options: CrossEntropy
     schedule: Schedule
     needs: tuple[bool, bool, bool]
+    shard: VocabularyShard | None
 
     def compute(
         self,
@@ -81,6 +84,7 @@ class _LossConfig(NamedTuple):
             accumulate=accumulate,
             upstream=upstream,
             weight_grad_dtype=weight.dtype if accumulate == "exact" else hidden.dtype,
+            shard=self.shard,
         )
 
 
@@ -145,6 +149,7 @@ def differentiable_cross_entropy(
     *,
     options: CrossEntropy | None = None,
     schedule: Schedule | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Return the cross entropy of `hidden @ weight.T + bias`, differentiable once.
 
@@ -155,6 +160,7 @@ def differentiable_cross_entropy(
         bias: (V,), of the same dtype.
         options: of the cross entropy; None: the mean over all rows whose target is not -100.
         schedule: the part of the logits in memory at once; None: all of them.
+        shard: see `linear_cross_entropy`.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), (N,) for reduction "none" and 0-d otherwise.
@@ -178,7 +184,8 @@ def differentiable_cross_entropy(
     if weight.dtype is not hidden.dtype and (weight.dtype is not torch.float32 or hidden.itemsize != 2):
         raise ValueError(f"weight has the dtype of hidden, {hidden.dtype}, or float32; got {weight.dtype}")
     needs_bias = grad and bias is not None and bias.requires_grad
-    config = _LossConfig(options, schedule, (grad and hidden.requires_grad, grad and weight.requires_grad, needs_bias))
+    needs = grad and hidden.requires_grad, grad and weight.requires_grad, needs_bias
+    config = _LossConfig(options, schedule, needs, shard)
     is_deferred = options.reduction == "none" or hidden.dtype is torch.float16
     computed = config.compute(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
     if not any(config.needs):

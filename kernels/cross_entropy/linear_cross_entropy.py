@@ -52,6 +52,7 @@ from subtensors.kernels.cross_entropy.logits_block import (
     uses_kernels,
 )
 from subtensors.kernels.cross_entropy.row_sums import Factors, RowSums, StatisticsOptions
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.launcher import CachedLauncher
 
 Accumulate = Literal["exact", "fast"]
@@ -154,7 +155,7 @@ class Problem(LinearHead):
     def row_loss(self) -> RowLoss:
         """The loss as a function of the statistics of rows."""
         kernels = uses_kernels(self.hidden, self.kernels)
-        return RowLoss(self.options, self.target, self.weight.shape[0], self.compute_dtype, kernels)
+        return RowLoss(self.options, self.target, self.classes, self.compute_dtype, kernels)
 
     @cached_property
     def factors(self) -> GradientFactors:
@@ -189,6 +190,7 @@ def linear_cross_entropy(
     upstream: Tensor | None = None,
     weight_grad_dtype: torch.dtype | None = None,
     kernels: bool | None = None,
+    shard: VocabularyShard | None = None,
 ) -> LossAndGradients:
     """Compute the cross entropy of `hidden @ weight.T + bias` and its gradients, with a part of the logits at a time.
 
@@ -206,6 +208,7 @@ def linear_cross_entropy(
         upstream: the gradient of the loss, of its shape; None: ones.
         weight_grad_dtype: of the weight's gradient, the weight's own or float32; None: the weight's own.
         kernels: whether to use Triton kernels; None: on a GPU, except for float64.
+        shard: with `columns`, the classes of weight and bias where other processes have more, V in all; None: all.
 
     Returns:
         The loss, float32 (float64 for float64 inputs), (N,) for reduction "none" and 0-d otherwise; the gradients in
@@ -230,6 +233,7 @@ def linear_cross_entropy(
         bias=bias,
         needs=GradFlags(needs[0], needs[1], needs[2] and bias is not None),
         weight_grad_dtype=weight_grad_dtype or weight.dtype,
+        shard=shard,
         target=target,
         options=options or CrossEntropy(),
         upstream=upstream,
@@ -246,9 +250,7 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
     problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
-    for chunks in (early, late):
-        if not chunks:
-            continue
+    for chunks in filter(None, (early, late)):
         if sums is not None:
             sums.gather()
         buffer = problem.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)
@@ -361,6 +363,7 @@ def _weight_sum(problem: Problem, rows: int, exact: bool) -> GradientSum:
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
     passes, loss = ColumnPasses(problem, columns, kept), problem.passes
     passes.fold(loss.sums.fold)
+    loss.sums.fold_shards(problem.shard)
     if not any(problem.needs):
         return problem.result(None, None, None)
     factors = loss.factors(problem.factors)

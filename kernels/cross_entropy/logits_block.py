@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.custom_ops import has_kernel
 
 
@@ -129,6 +130,7 @@ class LinearHead:
         bias: (V,), or None.
         needs: the gradients to compute.
         weight_grad_dtype: of the gradient of the weight.
+        shard: the classes of weight and bias, where other processes have more; None: all.
     """
 
     hidden: Tensor
@@ -136,6 +138,12 @@ class LinearHead:
     bias: Tensor | None
     needs: GradFlags
     weight_grad_dtype: torch.dtype
+    shard: VocabularyShard | None
+
+    @property
+    def classes(self) -> int:
+        """V, those of other processes included."""
+        return self.weight.shape[0] if self.shard is None else self.shard.classes
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -143,9 +151,10 @@ class LinearHead:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Return the block of these rows and columns at the beginning of some memory."""
+        """Return the block of these rows and columns of its own at the beginning of some memory."""
         height, width = rows[1] - rows[0], columns[1] - columns[0]
-        return Block(memory[: height * width].view(height, width), rows[0], columns[0])
+        first = columns[0] if self.shard is None else self.shard.first + columns[0]
+        return Block(memory[: height * width].view(height, width), rows[0], first)
 
     def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
         """Compute a block of logits at the beginning of some memory."""

@@ -23,6 +23,7 @@ from subtensors.kernels.cross_entropy.row_sums import (
     Upstream,
     check_classes,
 )
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 
 class _StatisticsContext(FunctionCtx):
@@ -71,6 +72,7 @@ class _LinearRowStatistics(torch.autograd.Function):
         options: StatisticsOptions,
         columns: int,
         kept: int,
+        shard: VocabularyShard | None,
     ) -> LogitStatistics:
         needs = ctx.needs_input_grad
         linear = LinearHead(
@@ -79,11 +81,13 @@ class _LinearRowStatistics(torch.autograd.Function):
             None if bias is None else bias.detach().to(hidden.dtype),
             GradFlags(needs[0], needs[1], bias is not None and needs[2]),
             weight.dtype,
+            shard,
         )
-        check_classes(targets, weight.shape[0])
+        check_classes(targets, linear.classes)
         sums = ctx.sums = RowSums(options, targets, vector, hidden)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
         ctx.passes.fold(sums.fold)
+        sums.fold_shards(shard)
         ctx.bias_dtype = hidden.dtype if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
@@ -93,7 +97,7 @@ class _LinearRowStatistics(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(x is None for x in upstream):
-            return (None,) * 8
+            return (None,) * 9
         hidden, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
         sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
         gradients = ctx.passes.gradients(lambda block, into: sums.write_gradient(block, factors, into))
@@ -102,7 +106,7 @@ class _LinearRowStatistics(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -148,6 +152,7 @@ def linear_row_statistics(
     options: StatisticsOptions | None = None,
     columns: int,
     kept: int = 0,
+    shard: VocabularyShard | None = None,
 ) -> LogitStatistics:
     """Return statistics of the logits `hidden @ weight.T + bias`, differentiable once in these.
 
@@ -160,6 +165,7 @@ def linear_row_statistics(
         options: the transform of the logits, and what else to compute; None: neither.
         columns: of the logits in memory at once.
         kept: further columns of the logits that are kept from the forward to the backward, rather than computed again.
+        shard: the classes of weight and bias, where other processes have more; None: all.
 
     Raises:
         IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
@@ -177,6 +183,6 @@ def linear_row_statistics(
     options = options or StatisticsOptions()
     return LogitStatistics(
         *_LinearRowStatistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, vector, options, columns, kept
+            hidden, weight, bias, targets, vector, options, columns, kept, shard
         )
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.logits_block import Block, launch_options, uses_kernels
+from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.launcher import launching_on
 
 
@@ -164,17 +165,13 @@ class RowSums:
         )
         if self.options.argmax:
             argmax.copy_(torch.where(top > row_max, begin + z.argmax(1), argmax))
-        new_max = torch.maximum(row_max, top)
-        shift = torch.where(new_max == -torch.inf, 0.0, new_max)
-        scale, shifted = (row_max - shift).exp(), z - shift[:, None]
+        shifted = z - self._move_max(own, torch.maximum(row_max, top))[:, None]
         e = shifted.exp()
         if self.options.entropy:
-            moved = torch.where(sum_exp > 0, (row_max - shift) * sum_exp, 0.0)
-            sum_exp_logit.add_(moved).mul_(scale).add_(torch.where(e > 0, e * shifted, 0.0).sum(1))
+            sum_exp_logit.add_(torch.where(e > 0, e * shifted, 0.0).sum(1))
         if self.vector is not None:
-            sum_exp_vector.mul_(scale).add_(e @ self.vector[begin:end].to(self.dtype))
-        sum_exp.mul_(scale).add_(e.sum(1))
-        row_max.copy_(new_max)
+            sum_exp_vector.add_(e @ self.vector[begin:end].to(self.dtype))
+        sum_exp.add_(e.sum(1))
         targets = self.targets[:, own]
         here = (targets >= begin) & (targets < end)
         found = z.t().gather(0, torch.where(here, targets - begin, 0))
@@ -185,6 +182,32 @@ class RowSums:
             target_logits.add_((soft * z).sum(1))
         if self.options.smoothing:
             logit_sum.add_((weight * z).sum(1))
+
+    def _move_max(self, own: slice, new_max: Tensor) -> Tensor:
+        """Make the sums of some rows relative to another largest logit, and return the shift of exponents."""
+        row_max, sum_exp, sum_exp_logit, sum_exp_vector = (total[own] for total in self._totals[:4])
+        shift = torch.where(new_max == -torch.inf, 0.0, new_max)
+        scale = (row_max - shift).exp()
+        if self.options.entropy:
+            sum_exp_logit.add_(torch.where(sum_exp > 0, (row_max - shift) * sum_exp, 0.0)).mul_(scale)
+        if self.vector is not None:
+            sum_exp_vector.mul_(scale)
+        sum_exp.mul_(scale)
+        row_max.copy_(new_max)
+        return shift
+
+    def fold_shards(self, shard: VocabularyShard | None) -> None:
+        """Fold in the sums of the other processes' classes; None: there are none."""
+        if shard is None:
+            return
+        new_max = shard.largest(self.row_max, self.targets)
+        if self.options.argmax:  # the first of the largest, as in one process
+            shard.reduced(self.argmax.masked_fill_(self.row_max != new_max, shard.classes), "MIN")
+        self._move_max(slice(None), new_max)
+        totals = [t for t in (*self._totals[1:4], *self._totals[5:]) if t.numel()]
+        sums = shard.reduced(torch.cat([t.flatten() for t in totals]), "SUM").split([t.numel() for t in totals])
+        for total, folded in zip(totals, sums, strict=True):
+            total.copy_(folded.view_as(total))
 
     def _fold_by_kernel(self, block: Block) -> None:
         from subtensors.kernels.cross_entropy.row_statistics_kernel import row_statistics_kernel

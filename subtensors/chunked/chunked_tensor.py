@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import string
-from collections.abc import Callable, Collection
-from typing import Literal
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from subtensors.arguments import flag, shown
 from subtensors.chunked import custom_op
-from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, graph_node, user_tensor
+from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, graph_node, user_tensor
 from subtensors.chunked.number import ChunkedNumber, result_of_rows
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
 from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
@@ -22,11 +23,16 @@ from subtensors.dispatch.chunked.linear_loss import LoweredPlan
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
-from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
+from subtensors.dispatch.chunked.sharded_head import full_tensor
+from subtensors.dispatch.ops.errors import RuleError, SizeError
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo
-from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals.autograd import convert_from_local, is_transforming
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class ChunkedTensor(LazyTensor):
@@ -120,6 +126,60 @@ class ChunkedTensor(LazyTensor):
         cls, func: torch._ops.OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         return handle_torch_dispatch(cls, func, args, kwargs or {})
+
+
+class PlanTensor(ChunkedTensor):
+    """A ChunkedTensor in a module of a plan for `parallelize_module`, in place of the DTensor that the plan makes.
+
+    It stands for the values of all processes. Which of them has which is a matter of what reads them, so a plan may
+    ask for any layout.
+    """
+
+    placements = None
+    """Other than those of any plan, which then asks for its own."""
+    requested: Sequence[Placement] = ()
+    """The placements that the plan asked for last."""
+
+    def redistribute(self, device_mesh: object = None, placements: Sequence[Placement] = (), **_: object) -> PlanTensor:
+        """Return it with other placements."""
+        out: PlanTensor = user_tensor(PlanTensor, alias_ref(self))  # type: ignore[assignment]
+        out.requested = placements
+        return out
+
+    def to_local(self, **options: object) -> ChunkedTensor:
+        """Return it as an output that is the same in each process.
+
+        Raises:
+            RuleError: the output of a process would be a part of it.
+        """
+        if not all(placement.is_replicate() for placement in self.requested):
+            raise RuleError(
+                f"a plan asks for a process's own part of a ChunkedTensor, {tuple(self.requested)}, which stands for "
+                f"all of it: give the module use_local_output=False or output_layouts=Replicate(), or leave the module "
+                f"out of the plan and make its weight a DTensor; no logits are gathered"
+            )
+        return user_tensor(ChunkedTensor, alias_ref(self))  # type: ignore[return-value]
+
+
+def _from_local(
+    make_distributed: Callable[..., DTensor],
+    x: ChunkedTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: object,
+) -> Tensor:
+    """`DTensor.from_local` of a ChunkedTensor; other tokens in each process are gathered."""
+    ref = alias_ref(x)
+    layout = ref.value.layout
+    if layout is not None and any(not placement.is_replicate() for placement in placements or ()):
+        full = make_distributed(x.realize(), device_mesh, placements, **options).full_tensor()
+        ref = alias_ref(chunked_by(full, layout.dim, layout.axis.policy))
+    return user_tensor(PlanTensor, ref)
+
+
+@functools.cache
+def _join_plans() -> None:
+    convert_from_local(ChunkedTensor, _from_local)
 
 
 def chunk(
@@ -233,7 +293,10 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
     """
-    x = x.realize() if isinstance(x, ChunkedTensor) else full_tensor(x)
+    if "torch.distributed.tensor" in sys.modules:
+        _join_plans()
+    if type(x) not in PLAIN_TYPES:
+        x = x.realize() if isinstance(x, ChunkedTensor) else full_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"chunk takes a tensor, got {type(x).__name__}")
     if type(x) in MASKED_TYPES:
@@ -324,8 +387,9 @@ def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> Chun
 
 
 custom_op.PROGRAM_SCOPE["chunk"] = _chunk_in_program
-LAZY_TYPES.update({LazyTensor, ChunkedTensor, ChunkedNumber})
-for _kind in (LazyTensor, ChunkedTensor, ChunkedNumber):
+_KINDS = (LazyTensor, ChunkedTensor, PlanTensor, ChunkedNumber)
+LAZY_TYPES.update(_KINDS)
+for _kind in _KINDS:
     dynamo.compile_methods_only_inlined(_kind)
 dynamo.call_eagerly(
     ChunkedTensor.__torch_function__.__func__,  # type: ignore[attr-defined]  # of a classmethod

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
@@ -23,7 +22,6 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, 
 from subtensors.dispatch.chunked.record import ChunkedCall, record
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
 from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 
@@ -269,17 +267,6 @@ def graph_node(x: LazyTensor) -> torch.autograd.graph.Node | None:
         if x.grad_fn is None and x.requires_grad and x._ref.base is not None:
             x = x.view_as(x)  # type: ignore[assignment]
         return x.grad_fn
-
-
-def full_tensor(x: Tensor) -> Tensor:
-    """Return a tensor that is sharded over processes (a DTensor) gathered, and any other tensor unchanged.
-
-    Its gradient is taken to be the same in each process, as torch's own `full_tensor` has it, and each keeps its part.
-    """
-    if type(x) in PLAIN_TYPES or "torch.distributed.tensor" not in sys.modules or not hasattr(x, "full_tensor"):
-        return x
-    full: Tensor = x.full_tensor()
-    return full
 
 
 def inner_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:

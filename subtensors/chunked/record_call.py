@@ -20,7 +20,6 @@ from subtensors.chunked.lazy_tensor import (
     AliasRef,
     LazyTensor,
     alias_ref,
-    full_tensor,
     inner_tensor,
     update_requires_grad,
     user_tensor,
@@ -37,6 +36,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 )
 from subtensors.dispatch.chunked.record import ChunkedCall
 from subtensors.dispatch.chunked.rules import record
+from subtensors.dispatch.chunked.sharded_head import full_tensor, gathered, is_distributed
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
@@ -70,13 +70,17 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
             ref = alias_ref(x)
             users[id(ref)] = x
             return inner_tensor(kind, ref)
-        if isinstance(x, Tensor) and ((grad and x.requires_grad) or func in _RECORDS_TARGETS):
+        if not isinstance(x, Tensor):
+            return x
+        is_sharded = is_distributed(x) and x.dtype.is_floating_point
+        if (grad and x.requires_grad) or func in _RECORDS_TARGETS or is_sharded:
             # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
             if id(x) not in borrowed:
-                borrowed[id(x)] = inner_tensor(kind, AliasRef(constant(full_tensor(x)), borrowed=True))
+                value = gathered(x, grad) if is_distributed(x) and is_sharded else constant(full_tensor(x))
+                borrowed[id(x)] = inner_tensor(kind, AliasRef(value, borrowed=True))
                 lenders[id(borrowed[id(x)]._ref)] = x
             return borrowed[id(x)]
-        return full_tensor(x) if isinstance(x, Tensor) else x
+        return full_tensor(x)
 
     inner_args, inner_kwargs = tree_map((args, kwargs), lower)
     writes = {key: alias_ref(x).writes for key, x in users.items()}
@@ -139,9 +143,8 @@ def _check_no_gradient_is_lost(op: OpOverload, tree: PyTree) -> None:
     """Raise RuleError for an op that another type calls on a tensor that requires grad, which it took as its memory."""
     if any(isinstance(x, LazyTensor) and x._ref.is_of_gradients for x in tree_leaves(tree)):
         raise RuleError(
-            f"{op} on a ChunkedTensor inside a tensor of another type, such as the DTensor that parallelize_module "
-            f"makes of a module's input: its gradient would not come back; make that tensor of realize(), or leave the "
-            f"module out of the plan and give F.linear its weight as a DTensor, which is gathered once"
+            f"{op} on a ChunkedTensor inside a tensor of another type: its gradient would not come back; make that "
+            f"tensor of realize()"
         )
 
 

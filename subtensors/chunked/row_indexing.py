@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, user_tensor
 from subtensors.dispatch.chunked.evaluation import input_tensor
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, recording
 from subtensors.dispatch.chunked.match_logits import LinearLogits, is_input, match_linear_logits
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_layout import RowLayout
+from subtensors.dispatch.chunked.sharded_head import full_tensor
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, full_tensor, user_tensor
+from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, user_tensor
 from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, waiting_number
 from subtensors.chunked.record_call import (
     call_materialized,
@@ -45,6 +45,7 @@ from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entrop
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
+from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES

@@ -92,7 +92,6 @@ def fully_sharded(subject: Subject) -> list[Tensor]:
     ranks=2,
     slow=True,
     lists=ELEMENT_BY_ELEMENT,
-    chunked=Refused(st.RuleError, "reshard_after_forward=False", "`reshard_after_forward=False` for the head"),
     bucketed=COLLECTIVES,
 )
 def resharded(subject: Subject) -> list[Tensor]:
@@ -112,7 +111,7 @@ def resharded(subject: Subject) -> list[Tensor]:
     slow=True,
     padded=Refused(st.RuleError, "unpad before them", "unpad before the module"),
     lists=Refused(TypeError, "call it for each element", "or hand over `x.tree()`"),
-    chunked=Refused(st.RuleError, "leave the module out of the plan", "leave the head out of the plan"),
+    chunked=Refused(st.RuleError, "leave the module out of the plan", "`output_layouts=Replicate()` for the head"),
     bucketed=Slower("met a PaddedTensor below autograd"),
 )
 def tensor_parallel(subject: Subject) -> list[Tensor]:
