@@ -21,6 +21,7 @@ from subtensors.dispatch.lists.list_call import ListCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.kernels.runtime.custom_ops import define
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import RULES
 
@@ -88,12 +89,6 @@ def _arguments(
     return split_by_keyword(values, names)
 
 
-torch.library.define(
-    "subtensors::fused", "(str signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
-)
-
-
-@torch.library.impl("subtensors::fused", "CompositeExplicitAutograd")
 def _run(
     signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
@@ -110,19 +105,14 @@ def _run(
         fusion(*args, **kwargs)
 
 
-torch.library.define(
-    "subtensors::fused_lists", "(str signature, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
-)
-
-
-@torch.library.impl("subtensors::fused_lists", "CompositeExplicitAutograd")
 def _run_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
     """The call on plain tensors: a list of one."""
     torch.ops.subtensors.fused(signature, 1, writes, reads, numbers)
 
 
-for _name in ("fused", "fused_lists"):
-    torch.library.register_fake(f"subtensors::{_name}")(lambda *_: None)
+_TENSORS = "Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers"
+define("fused", f"str signature, int count, {_TENSORS}", "()", _run, lambda *_: None)
+define("fused_lists", f"str signature, {_TENSORS}", "()", _run_plain, lambda *_: None)
 
 
 @RULES.register(torch.ops.subtensors.fused_lists.default)
@@ -143,12 +133,6 @@ def _on_lists(call: ListCall[TensorList]) -> None:
     torch.ops.subtensors.fused(signature, count, spread(writes), spread(reads), numbers)
 
 
-torch.library.define(
-    "subtensors::stochastic_round", "(Tensor x, int salt=0) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
-)
-
-
-@torch.library.impl("subtensors::stochastic_round", "CompositeExplicitAutograd")
 def _round(x: Tensor, salt: int = 0) -> Tensor:
     x = x.float()
     noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
@@ -156,7 +140,18 @@ def _round(x: Tensor, salt: int = 0) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-torch.library.register_fake("subtensors::stochastic_round")(lambda x, salt=0: torch.empty_like(x, dtype=torch.bfloat16))
+def _round_fake(x: Tensor, salt: int = 0) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16)
+
+
+define(
+    "stochastic_round",
+    "Tensor x, int salt=0",
+    "Tensor",
+    _round,
+    _round_fake,
+    tags=[torch.Tag.nondeterministic_seeded],
+)
 
 
 def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:
