@@ -1,4 +1,4 @@
-"""What wrapper types share in compiled code: the functions that a compiler calls on a wrapper itself, and gradients.
+"""Shared by wrapper types in compiled code: the functions that a compiler calls on a wrapper itself, and gradients.
 
 A compiler is given the wrapper alone, and not the tensors that it stores. `Join` leads from the stored tensors to the
 wrapper, `Split` from a wrapper that compiled code is given to traced tensors that stand for what it stores:
@@ -38,7 +38,7 @@ class StoresTensors(Protocol):
         """A wrapper like it that stores other tensors."""
 
 
-class _Context(FunctionCtx):
+class _WrapperContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     source: StoresTensors
 
@@ -47,14 +47,14 @@ class Join(torch.autograd.Function):
     """An autograd function from tensors to their wrapper."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: _WrapperContext, x: Tensor, *tensors: Tensor) -> Tensor:
         """Return the wrapper."""
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)  # torch would make zeros of the wrapper's shape
         return x
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: StoresTensors | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _WrapperContext, *gradients: StoresTensors | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of each tensor."""
         [gradient] = gradients
         if gradient is None:
@@ -67,13 +67,13 @@ class Split(torch.autograd.Function):
     """An autograd function from a wrapper to aliases of the tensors that it stores."""
 
     @staticmethod
-    def forward(ctx: _Context, x: StoresTensors) -> tuple[Tensor, ...]:
+    def forward(ctx: _WrapperContext, x: StoresTensors) -> tuple[Tensor, ...]:
         """Return aliases of the tensors."""
         ctx.source = x
         return tuple(t.view_as(t) for t in x.stored())  # views of a function: torch refuses to write to them
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> Tensor:
+    def backward(ctx: _WrapperContext, *gradients: Tensor) -> Tensor:
         """Return the wrapper of the gradients."""
         return ctx.source.with_stored(list(gradients))
 

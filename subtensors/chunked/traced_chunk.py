@@ -1,4 +1,4 @@
-"""What `st.chunk` returns while a compiler traces: calls on it are noted, and become one op at their end.
+"""The result of `st.chunk` while a compiler traces: calls on it are noted, and become one op at their end.
 
 The compiler would interleave chunks, and keep several of them in memory. So calls on chunked values are noted as the
 source of a program (`source_program.py`). At a call that reduces the rows or the wide dim, as a loss does, the program
@@ -64,7 +64,7 @@ class TracedChunk(Tensor):
             return x
         x = x.realize() if isinstance(x, TracedChunk) else x
         dim = dim + x.dim() if dim < 0 else dim
-        if not is_traced(x):
+        if not _is_compiled(x):
             return chunk_in_program(x, dim, *division)
         return _traced(x, ProgramStep("chunk", (x, dim, *division), {}))
 
@@ -150,6 +150,11 @@ def _traced(full: Tensor, step: ProgramStep, is_view: bool = False) -> TracedChu
     return out
 
 
+def _is_compiled(x: Tensor) -> bool:
+    """Return whether a compiler traces calls on a tensor; otherwise a graph runs op by op, or what follows a break."""
+    return torch.compiler.is_compiling() or is_traced(x)
+
+
 def _entered(x: TracedChunk) -> Tensor:
     """Return a value as calls take it: one that comes out of another graph is its plain tensor, chunked if that was."""
     if x.step is not None:
@@ -158,7 +163,7 @@ def _entered(x: TracedChunk) -> Tensor:
     full = wrappers.split(x)[0] if is_tracked else x.full
     if x.division is None:
         return full
-    if not is_traced(full):
+    if not _is_compiled(full):
         return chunk_in_program(full, *x.division)
     x.full, x.step = full, ProgramStep("chunk", (full, *x.division), {})
     return x
