@@ -14,7 +14,7 @@ from subtensors.dispatch.ops.op_classes import OpClass, op_class
 VIEWS = frozenset(
     """view reshape view_as reshape_as flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t
     unsqueeze squeeze expand expand_as narrow select detach alias contiguous to type_as float double half bfloat16
-    __getitem__""".split()
+    __getitem__ T mT H mH real imag""".split()
 )
 """Calls whose result may share the memory of its operand."""
 

@@ -28,7 +28,7 @@ from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_leaves, tree_map_only
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 Division: TypeAlias = tuple[int | bool | None, ...]
@@ -84,8 +84,8 @@ class TracedChunk(Tensor):
         return [self.full]
 
     def stored(self) -> list[Tensor]:
-        """Return its plain counterpart, as the only element."""
-        return [self.full]
+        """Return the same."""
+        return self.tensors
 
     def with_stored(self, tensors: list[Tensor]) -> TracedChunk:
         """Return the wrapper of another plain tensor."""
@@ -196,27 +196,19 @@ def _trace_call(function: Callable[..., PyTree], name: str, args: Args, kwargs: 
     if name == "linear_cross_entropy":
         return composed(*args, **kwargs)
     if name == "__get__":
-        return _attribute(args[0], function.__self__.__name__)  # type: ignore[attr-defined]
+        attribute: str = function.__self__.__name__  # type: ignore[attr-defined]
+        if attribute == "data":
+            return args[0].detach()
+        return _trace_functional(function, f"Tensor.{attribute}.__get__", attribute, args, {})
     if name == "__iter__":
         return iter(args[0].unbind(0))
     if name == "__setitem__":
-        _trace_write(put, "put", "put_", args, {})
+        _trace_write(put, "put", "put", args, {})
         return None
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         bare = _IN_PLACE.get(name, name[:-1])
-        return _trace_write(getattr(Tensor, bare, None), f"Tensor.{bare}", f"{bare}_", args, kwargs)
+        return _trace_write(getattr(Tensor, bare, None), f"Tensor.{bare}", bare, args, kwargs)
     return _trace_functional(function, callee(function, name), name, args, kwargs)
-
-
-def _attribute(x: TracedChunk, name: str) -> Tensor:
-    """Return an attribute that is a view: transposed, a part of complex numbers, or without a gradient."""
-    if name in ("real", "imag"):
-        return torch.real(x) if name == "real" else torch.imag(x)
-    if name == "data":
-        return x.detach()
-    dims = list(range(x.dim()))
-    out = x.permute(dims[::-1] if name in ("T", "H") else [*dims[:-2], *dims[:-3:-1]])
-    return out.conj() if name in ("H", "mH") and x.is_complex() else out
 
 
 def _trace_functional(
@@ -253,17 +245,16 @@ def _trace_write(
     Raises:
         RuleError: its memory may be that of another value, which would not see the write.
     """
-    chunk, bare = args[0], name[:-1]
+    chunk: TracedChunk = args[0]
     result: PyTree = None
     if function is not None and isinstance(chunk, TracedChunk) and not chunk.is_view and not chunk.is_viewed:
-        result = _trace_functional(function, expression, bare, args, kwargs)
+        result = _trace_functional(function, expression, name, args, kwargs)
     if not isinstance(result, TracedChunk) or result.dtype != chunk.dtype:
-        raise RuleError(f"{name} with chunked values under torch.compile has no rule here: take what {bare} returns")
+        raise RuleError(f"{name}_ with chunked values under torch.compile has no rule here: take what {name} returns")
     chunk.full, chunk.step, chunk.division = result.full, result.step, None
     if wrappers.requires_grad(result):
         wrappers.join(chunk, [chunk.full])
-    written: TracedChunk = chunk
-    return written
+    return chunk
 
 
 def _autocast_factors(args: Args) -> Args:
@@ -280,15 +271,9 @@ def _can_record(name: str, args: Sequence[PyTree], kwargs: Kwargs) -> bool:
     """Return whether a program can hold a call: it draws no random numbers, and its arguments have a source."""
     if name == "dropout" and kwargs.get("training", args[2] if len(args) > 2 else True):
         return False
-    return _is_nameable((*args, *kwargs.values()))
-
-
-def _is_nameable(x: PyTree) -> bool:
-    if isinstance(x, (tuple, list)):
-        return all(map(_is_nameable, x))
-    if isinstance(x, slice):
-        return _is_nameable((x.start, x.stop, x.step))
-    return x is None or x is Ellipsis or isinstance(x, _NAMEABLE)
+    leaves = tree_leaves((args, kwargs))
+    parts = [part for x in leaves for part in ((x.start, x.stop, x.step) if isinstance(x, slice) else (x,))]
+    return all(x is None or x is Ellipsis or isinstance(x, _NAMEABLE) for x in parts)
 
 
 _NAMEABLE = (Tensor, int, float, str, torch.SymInt, torch.SymFloat, torch.dtype, torch.device, torch.memory_format)

@@ -1,8 +1,8 @@
 """Custom ops of fused math: a fused call in a compiled graph, and stochastic rounding to bfloat16.
 
-Dynamo records `subtensors::fused_lists` with TensorLists as its tensors, one node for any number of elements. Below
-Dynamo `_on_lists` decides: a packed list is one flat tensor, so the compiler gets the math itself; the elements of
-other lists go to one opaque op, `subtensors::fused`, which declares the tensors that it writes.
+Dynamo records `subtensors::fused` with TensorLists as its tensors, one node for any number of elements. Below Dynamo
+`_on_lists` decides: a packed list is one flat tensor, so the compiler gets the math itself; of other lists the op gets
+the elements, and stays opaque. It declares the tensors that it writes.
 """
 
 from __future__ import annotations
@@ -105,20 +105,19 @@ def _run(
         fusion(*args, **kwargs)
 
 
-def _run_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-    """The call on plain tensors: a list of one."""
-    torch.ops.subtensors.fused(signature, 1, writes, reads, numbers)
+define(
+    "fused",
+    "str signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers",
+    "()",
+    _run,
+    lambda *_: None,
+)
 
 
-_TENSORS = "Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers"
-define("fused", f"str signature, int count, {_TENSORS}", "()", _run, lambda *_: None)
-define("fused_lists", f"str signature, {_TENSORS}", "()", _run_plain, lambda *_: None)
-
-
-@RULES.register(torch.ops.subtensors.fused_lists.default)
+@RULES.register(torch.ops.subtensors.fused.default)
 def _on_lists(call: ListCall[TensorList]) -> None:
     """The call on lists: the math itself on packed lists, one op on all elements of other lists."""
-    signature, writes, reads, numbers = call.args
+    signature, _, writes, reads, numbers = call.args
     traced = compiled_calls[signature]
     # A compiled graph would keep the values that the math reads; the op reads them at each call.
     if traced.is_traceable and not traced.fusion.reads_values and all(x.arena is not None for x in call.lists):
