@@ -40,7 +40,7 @@ def read_as_plain(kind: type[Tensor], reason: str) -> None:
         reason: why compiled code can't set `.data` of such a tensor.
     """
     PLAIN_TYPES.add(kind)
-    dynamo_rules.on_first_compile(
+    dynamo_rules.declare(
         kind,
         partial(dynamo.allow_in_compiled_code, kind),
         partial(dynamo.trace_gradients, kind),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
-from subtensors.dispatch.torch_internals.dispatcher import without_modes
 from subtensors.dispatch.torch_internals.requires import MissingInternal, requires
 
 if TYPE_CHECKING:
@@ -72,16 +70,31 @@ def _example(variable: TensorVariable) -> object:
     return variable.proxy.node.meta.get("example_value")
 
 
-def answer_calls(kind: type[T], answer: Answer[T], methods: Collection[str], functions: Collection[str]) -> None:
-    """Replace what Dynamo itself answers to calls about the geometry of tensors of a type. Checked on 2.11 - 2.15.
+def trace_as_list(
+    kind: type[T],
+    answer: Answer[T],
+    methods: Collection[str],
+    functions: Collection[str],
+    attributes: Collection[str],
+    elements: str,
+    grad_reason: str,
+) -> None:
+    """Replace what Dynamo itself answers about the geometry of tensors of a type, a list. Checked on 2.11 - 2.15.
+
+    Dynamo takes `.grad` of a subclass for None. So reading it of a list breaks the graph. An element is, even after the
+    break, still the fake tensor that compiled code was given for it, so reading its `.grad` is an error.
 
     Args:
-        kind: the type.
+        kind: the type, which can be iterated over in compiled code.
         answer: gives the constants to answer with; the name of `len` is `__len__`.
-        methods: the names of methods.
+        methods: the names of methods that are answered.
         functions: those of the methods that are functions of torch, too.
+        attributes: the names of attributes that are answered.
+        elements: the name of the attribute that is the list of elements; no other tensor has one of this name.
+        grad_reason: why `.grad` can't be read.
     """
-    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+    from torch._dynamo.variables.lists import ListVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -129,60 +142,31 @@ def answer_calls(kind: type[T], answer: Answer[T], methods: Collection[str], fun
 
         return handle
 
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    replaced = {getattr(torch, name): handles(name, handlers[getattr(torch, name)]) for name in functions}
-    _replace(TensorVariable, ("call_method",), calls)
-    _replace(TensorVariable, _HAS_LENGTH, counts)
-    handlers.update(replaced)
-
-
-def trace_attributes(
-    kind: type[T], answer: Answer[T], constants: Collection[str], elements: str, grad_reason: str
-) -> None:
-    """Replace how Dynamo reads some attributes of tensors of a type, a list of tensors. Checked on 2.11 - 2.15.
-
-    Dynamo takes `.grad` of a subclass for None. So reading it of a list breaks the graph. An element is, even after the
-    break, still the fake tensor that compiled code was given for it, so reading its `.grad` is an error.
-
-    Args:
-        kind: the type, which can be iterated over in compiled code.
-        answer: gives the constants to answer with.
-        constants: the names of attributes that are constants.
-        elements: the name of the attribute that is the list of elements; no other tensor has one of this name.
-        grad_reason: why `.grad` can't be read.
-    """
-    from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
-    from torch._dynamo.variables.lists import ListVariable
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    def read_constant(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
-        example = _example(variable)
-        assert isinstance(example, kind)
-        return VariableTracker.build(tx, answer(example, name, (), {}))
-
-    def read_elements(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
-        return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
-
-    def refuse_grad(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> NoReturn:
-        break_graph(grad_reason, variable)
-
     def is_element(variable: TensorVariable) -> bool:
         nodes = [a for a in variable.proxy.node.args[:1] if isinstance(a, torch.fx.Node)]
         return bool(nodes) and isinstance(nodes[0].meta.get("example_value"), kind)
 
-    table: dict[str, Read] = {**dict.fromkeys(constants, read_constant), elements: read_elements, "grad": refuse_grad}
-
     def reads(original: Read) -> Read:
         def read(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
-            if name in table and isinstance(_example(variable), kind):
-                return table[name](variable, tx, name)
+            example = _example(variable)
+            if name == "grad" and isinstance(example, kind):
+                break_graph(grad_reason, variable)
             if name == "grad" and is_element(variable):
                 raise RuntimeError(grad_reason)
+            if name == elements and isinstance(example, kind):
+                return ListVariable(variable.unpack_var_sequence(tx), mutation_type=ValueMutationNew())
+            if name in attributes and isinstance(example, kind):
+                return reply(example, tx, name)
             return original(variable, tx, name)
 
         return read
 
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    replaced = {getattr(torch, name): handles(name, handlers[getattr(torch, name)]) for name in functions}
+    _replace(TensorVariable, ("call_method",), calls)
+    _replace(TensorVariable, _HAS_LENGTH, counts)
     _replace(TensorVariable, _READS_ATTRIBUTE, reads)
+    handlers.update(replaced)
 
 
 def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
@@ -308,24 +292,3 @@ def is_symbolic(value: object) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
     return not isinstance(value, bool | torch.dtype | torch.device | torch.layout) and has_free_symbols(value)
-
-
-def trace_rmatmul() -> bool:
-    """Make Dynamo trace `a @ tensor` as `Tensor.__rmatmul__(tensor, a)`, not as `Tensor.matmul(tensor, a)`.
-
-    It traces `tensor @ a` as the latter too; for other operators it distinguishes the order. Checked on 2.11 - 2.15.
-
-    Returns:
-        True if it will.
-    """
-    try:
-        from torch._dynamo.variables import builtin
-
-        # It calls each operator on a tensor; those of torch.export have no values.
-        with without_modes():
-            builtin.populate_builtin_to_tensor_fn_map()
-        builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, torch.Tensor.__rmatmul__)
-    except Exception as error:  # a newer torch may fail in any way
-        _log.warning("torch %s: st.chunk in compiled code breaks the graph: %s", torch.__version__, error)
-        return False
-    return True

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from subtensors.dispatch.torch_internals.dynamo import break_graph
+from subtensors.dispatch.torch_internals.dynamo import break_graph, compile_methods_only_inlined
 
 _log = logging.getLogger(__name__)
 
@@ -46,22 +46,25 @@ class _InstallsRules:
         vars(tensor).pop(_STATIC, None)
 
 
-def on_first_compile(kind: type, *rules: Callable[[], object]) -> None:
-    """Register the rules of a type, to be installed when compiled code first uses a tensor of it.
+def declare(kind: type, *rules: Callable[[], object]) -> None:
+    """Declare how compiled code takes tensors of a type: its methods are compiled only inlined, and its rules hold.
 
     Args:
         kind: one of our types, or a class that they inherit from.
-        rules: each makes one change to torch's compiler, or raises where it can't.
+        rules: each makes one change to torch's compiler, or raises where it can't. They are installed when compiled
+            code first uses a tensor of the type.
     """
-    _pending[kind] = list(rules)
-    setattr(kind, _STATIC, _InstallsRules(kind))
+    compile_methods_only_inlined(kind)
+    if rules:
+        _pending[kind] = list(rules)
+        setattr(kind, _STATIC, _InstallsRules(kind))
 
 
 def install_rules(kind: type) -> None:
     """Install the rules of a type; break the graph where one can't be installed.
 
     Args:
-        kind: the class passed to `on_first_compile`.
+        kind: the class passed to `declare`.
     """
     rules = _pending.pop(kind, [])
     for rule in rules:

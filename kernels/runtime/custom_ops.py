@@ -26,7 +26,14 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def define(name: str, arguments: str, results: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+def define(
+    name: str,
+    arguments: str,
+    results: str,
+    run: Callable[..., object],
+    fake: Callable[..., object],
+    tags: Sequence[torch.Tag] = (),
+) -> None:
     """Register the op `subtensors::name`.
 
     Args:
@@ -34,8 +41,9 @@ def define(name: str, arguments: str, results: str, run: Callable[..., object], 
         arguments, results: as a schema writes them, without parentheses around the arguments.
         run: computes the results.
         fake: returns tensors with the results' metadata.
+        tags: what a compiler must know of it.
     """
-    torch.library.define(f"subtensors::{name}", f"({arguments}) -> {results}")
+    torch.library.define(f"subtensors::{name}", f"({arguments}) -> {results}", tags=tags)
     torch.library.impl(f"subtensors::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"subtensors::{name}")(fake)
 

@@ -17,6 +17,7 @@ from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, grap
 from subtensors.chunked.number import ChunkedNumber, result_of_rows
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
 from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
+from subtensors.chunked.traced_chunk import TracedChunk
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
 from subtensors.dispatch.chunked.linear_loss import LoweredPlan
@@ -27,7 +28,7 @@ from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.torch_internals import dynamo
+from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.dispatch.torch_internals.autograd import convert_from_local, is_transforming
 
 if TYPE_CHECKING:
@@ -226,14 +227,13 @@ def chunk(
         >>> weight.grad.shape
         torch.Size([50, 4])
     """
+    if torch.compiler.is_compiling():
+        checked = policy(chunks, rows, memory_limit, accumulate, compile)
+        fields = (checked.chunks, checked.rows, checked.memory_limit, checked.exact, checked.compiled)
+        return TracedChunk(x, dim, *fields)  # type: ignore[return-value]  # in place of a chunked tensor
     if type(x) in MASKED_TYPES:
         log_unchunked(type(x))
         return x  # type: ignore[return-value]  # a masked tensor is used in place of a chunked one
-    if torch.compiler.is_compiling():
-        from subtensors.chunked.dynamo_proxy import traced_chunk  # which loads the compiler
-
-        traced: ChunkedTensor = traced_chunk(x, dim, policy(chunks, rows, memory_limit, accumulate, compile))
-        return traced
     return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
 
 
@@ -389,8 +389,8 @@ def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> Chun
 custom_op.PROGRAM_SCOPE["chunk"] = _chunk_in_program
 _KINDS = (LazyTensor, ChunkedTensor, PlanTensor, ChunkedNumber)
 LAZY_TYPES.update(_KINDS)
-for _kind in _KINDS:
-    dynamo.compile_methods_only_inlined(_kind)
+for _kind in (*_KINDS, TracedChunk):
+    dynamo_rules.declare(_kind)
 dynamo.call_eagerly(
     ChunkedTensor.__torch_function__.__func__,  # type: ignore[attr-defined]  # of a classmethod
     "a ChunkedTensor is made by st.chunk within compiled code, which takes plain tensors",

@@ -42,6 +42,12 @@ PROGRAM_SCOPE: dict[str, object] = {
 """The names that the source of a program uses; `chunked_tensor.py` adds `chunk`."""
 
 
+def chunk_in_program(x: Tensor, *where: int | bool | None) -> Tensor:
+    """Return a tensor, chunked eagerly along a dim by the fields of a policy."""
+    chunk: Callable[..., Tensor] = PROGRAM_SCOPE["chunk"]  # type: ignore[assignment]
+    return chunk(x, *where)
+
+
 @functools.lru_cache(maxsize=256)
 def _program(source: str) -> Program:
     """Compile the source of a program to a function of tensors `t`, whole numbers `i` and other numbers `x`."""

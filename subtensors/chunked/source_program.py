@@ -12,15 +12,19 @@ Tensors `t`, whole numbers `i` and other numbers `x` are arguments: sizes may be
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find
 
 BREAK = " ;; "
 """The separator between statements."""
+
+
+_numbers = itertools.count()
 
 
 class ProgramStep:
@@ -29,20 +33,13 @@ class ProgramStep:
     Args:
         callee: "F.linear", "torch.logsumexp", "Tensor.float".
         args, kwargs: its arguments: steps, tensors, constants, and tuples, lists and slices of them.
-        before: the steps that it depends on, in order.
         index: the index of the result, of several; None for one result.
     """
 
-    def __init__(
-        self,
-        callee: str,
-        args: Sequence[PyTree],
-        kwargs: Kwargs,
-        before: list[ProgramStep],
-        index: int | None = None,
-    ) -> None:
-        self.callee, self.args, self.kwargs, self.before, self.index = callee, args, kwargs, before, index
+    def __init__(self, callee: str, args: Sequence[PyTree], kwargs: Kwargs, index: int | None = None) -> None:
+        self.callee, self.args, self.kwargs, self.index = callee, tuple(args), kwargs, index
         self.modes = _modes()
+        self.number = next(_numbers)
 
 
 def _modes() -> str:
@@ -54,23 +51,35 @@ def _modes() -> str:
     return "with " + ", ".join(modes) + ": " if modes else ""
 
 
+def _steps_before(last: ProgramStep) -> list[ProgramStep]:
+    """Return the steps that a step depends on, in the order in which they were called."""
+    found: dict[int, ProgramStep] = {}
+    stack = [last]
+    while stack:
+        step = stack.pop()
+        operands = tree_find(ProgramStep, (step.args, step.kwargs))
+        stack += [x for x in operands if x.number not in found]
+        found.update({x.number: x for x in operands})
+    return [found[number] for number in sorted(found)]
+
+
 class ProgramSource:
-    """The source under construction, and the tensors and numbers that it reads."""
+    """The source of the program that ends with a step, and the tensors and numbers that it reads.
 
-    def __init__(self) -> None:
+    Args:
+        last: the step whose result the program returns.
+    """
+
+    def __init__(self, last: ProgramStep) -> None:
         self.tensors: list[Tensor] = []
-        self.ints: list[int] = []
+        self.ints: list[int | torch.SymInt] = []
         self.floats: list[float] = []
-        self._steps: list[ProgramStep] = []
-
-    def write(self, last: ProgramStep) -> str:
-        """Return the source of a program that returns the result of its last step."""
+        self._variables: dict[int, str] = {}
         statements: list[str] = []
-        for step in last.before:
-            self._steps.append(step)
-            statements.append(f"{step.modes}v{len(self._steps) - 1} = {self._call(step)}")
-        statements.append(f"{last.modes}return {self._call(last)}")
-        return BREAK.join(statements)
+        for k, step in enumerate(_steps_before(last)):
+            statements.append(f"{step.modes}v{k} = {self._call(step)}")
+            self._variables[step.number] = f"v{k}"
+        self.text = BREAK.join([*statements, f"{last.modes}return {self._call(last)}"])
 
     def _call(self, step: ProgramStep) -> str:
         positional = "".join([self._argument(x) + ", " for x in step.args])
@@ -85,9 +94,9 @@ class ProgramSource:
         if x is Ellipsis:
             return "..."
         if isinstance(x, ProgramStep):
-            return f"v{_index_of(x, self._steps)}"
+            return self._variables[x.number]
         if isinstance(x, Tensor):
-            index = _index_of(x, self.tensors)
+            index = next((k for k, t in enumerate(self.tensors) if t is x), len(self.tensors))
             if index == len(self.tensors):
                 self.tensors.append(x)
             return f"t[{index}]"
@@ -101,26 +110,8 @@ class ProgramSource:
             return str(x)
         if isinstance(x, torch.device):
             return f'torch.device("{x}")'
-        if isinstance(x, int):
+        if isinstance(x, (int, torch.SymInt)):
             self.ints.append(x)
             return f"i[{len(self.ints) - 1}]"
         self.floats.append(x)
         return f"x[{len(self.floats) - 1}]"
-
-
-def _index_of(x: object, among: Sequence[object]) -> int:
-    """Return the index of an object among others, by identity; their number if it is not among them."""
-    for index, other in enumerate(among):
-        if other is x:
-            return index
-    return len(among)
-
-
-def merged_steps(operands: Sequence[ProgramStep]) -> list[ProgramStep]:
-    """Return the steps of all operands, and then themselves, each once and in order."""
-    steps: list[ProgramStep] = []
-    for operand in operands:
-        for step in [*operand.before, operand]:
-            if _index_of(step, steps) == len(steps):
-                steps.append(step)
-    return steps

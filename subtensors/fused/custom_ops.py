@@ -1,8 +1,8 @@
 """Custom ops of fused math: a fused call in a compiled graph, and stochastic rounding to bfloat16.
 
-Dynamo records `subtensors::fused_lists` with TensorLists as its tensors, one node for any number of elements. Below
-Dynamo `_on_lists` decides: a packed list is one flat tensor, so the compiler gets the math itself; the elements of
-other lists go to one opaque op, `subtensors::fused`, which declares the tensors that it writes.
+Dynamo records `subtensors::fused` with TensorLists as its tensors, one node for any number of elements. Below Dynamo
+`_on_lists` decides: a packed list is one flat tensor, so the compiler gets the math itself; of other lists the op gets
+the elements, and stays opaque. It declares the tensors that it writes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from subtensors.dispatch.lists.list_call import ListCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.kernels.runtime.custom_ops import define
 from subtensors.lists.tensor_list import TensorList
 from subtensors.lists.torch_function import RULES
 
@@ -88,12 +89,6 @@ def _arguments(
     return split_by_keyword(values, names)
 
 
-torch.library.define(
-    "subtensors::fused", "(str signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
-)
-
-
-@torch.library.impl("subtensors::fused", "CompositeExplicitAutograd")
 def _run(
     signature: str, count: int, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]
 ) -> None:
@@ -110,25 +105,19 @@ def _run(
         fusion(*args, **kwargs)
 
 
-torch.library.define(
-    "subtensors::fused_lists", "(str signature, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers) -> ()"
+define(
+    "fused",
+    "str signature, int count, Tensor(a!)[] writes, Tensor[] reads, Tensor[] numbers",
+    "()",
+    _run,
+    lambda *_: None,
 )
 
 
-@torch.library.impl("subtensors::fused_lists", "CompositeExplicitAutograd")
-def _run_plain(signature: str, writes: Sequence[Tensor], reads: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
-    """The call on plain tensors: a list of one."""
-    torch.ops.subtensors.fused(signature, 1, writes, reads, numbers)
-
-
-for _name in ("fused", "fused_lists"):
-    torch.library.register_fake(f"subtensors::{_name}")(lambda *_: None)
-
-
-@RULES.register(torch.ops.subtensors.fused_lists.default)
+@RULES.register(torch.ops.subtensors.fused.default)
 def _on_lists(call: ListCall[TensorList]) -> None:
     """The call on lists: the math itself on packed lists, one op on all elements of other lists."""
-    signature, writes, reads, numbers = call.args
+    signature, _, writes, reads, numbers = call.args
     traced = compiled_calls[signature]
     # A compiled graph would keep the values that the math reads; the op reads them at each call.
     if traced.is_traceable and not traced.fusion.reads_values and all(x.arena is not None for x in call.lists):
@@ -143,12 +132,6 @@ def _on_lists(call: ListCall[TensorList]) -> None:
     torch.ops.subtensors.fused(signature, count, spread(writes), spread(reads), numbers)
 
 
-torch.library.define(
-    "subtensors::stochastic_round", "(Tensor x, int salt=0) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
-)
-
-
-@torch.library.impl("subtensors::stochastic_round", "CompositeExplicitAutograd")
 def _round(x: Tensor, salt: int = 0) -> Tensor:
     x = x.float()
     noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
@@ -156,7 +139,18 @@ def _round(x: Tensor, salt: int = 0) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-torch.library.register_fake("subtensors::stochastic_round")(lambda x, salt=0: torch.empty_like(x, dtype=torch.bfloat16))
+def _round_fake(x: Tensor, salt: int = 0) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16)
+
+
+define(
+    "stochastic_round",
+    "Tensor x, int salt=0",
+    "Tensor",
+    _round,
+    _round_fake,
+    tags=[torch.Tag.nondeterministic_seeded],
+)
 
 
 def stochastic_round_(target: Tensor, source: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ def call_opaque(key: int, values: Sequence[PyTree], names: tuple[str | None, ...
     if not signature:
         return False
     tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor)]
-    torch.ops.subtensors.fused_lists(
+    torch.ops.subtensors.fused(
         signature,
+        1,  # of lists their rule counts the elements
         [v for i, v in tensors if i in written],
         [v for i, v in tensors if i not in written],
         # The compiler turns a product into a tensor input, so a number that changes does not recompile.

@@ -1,89 +1,24 @@
 """Gradients through lists in compiled code.
 
 In eager mode gradients flow through the elements, and the list itself takes no part. Compiled code is given the list
-alone, so two autograd functions connect it to the elements. `JoinElements` leads from the elements to the list, before
-the guards of compiled code look at it; in compiled code, `SplitElements` leads from the list to traced tensors that
-represent the elements. Between the two, results are lists of traced tensors, tracked one by one as in eager mode:
-
-    elements --JoinElements--> list  |  list --SplitElements--> traced tensors -> results
-                     eager           |                    compiled
+alone, which `wrappers` connects to the elements: joined before the guards of compiled code look at it, and split
+in compiled code. Between the two, results are lists of traced tensors, tracked one by one as in eager mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
+from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 Edge = Tensor | torch.autograd.graph.Node
 """The end of an edge from a list: an element, or the autograd node that made it."""
-
-
-class StoresTensors(Protocol):
-    """The part of a list that the two functions use."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The elements."""
-
-    def stored(self) -> list[Tensor]:
-        """The elements, or the flats of a packed list."""
-
-    def with_stored(self, tensors: list[Tensor]) -> Tensor:
-        """A list of the same structure that stores other tensors."""
-
-
-class _ListContext(FunctionCtx):
-    needs_input_grad: tuple[bool, ...]
-    source: StoresTensors
-
-
-class JoinElements(torch.autograd.Function):
-    """An autograd function from elements to their list."""
-
-    @staticmethod
-    def forward(ctx: _ListContext, x: Tensor, *elements: Tensor) -> Tensor:
-        """Return the list."""
-        ctx.mark_dirty(x)
-        ctx.set_materialize_grads(False)  # torch would make a vector of zeros for a list
-        return x
-
-    @staticmethod
-    def backward(ctx: _ListContext, *gradients: StoresTensors | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each element."""
-        [gradient] = gradients
-        if gradient is None:
-            return None, *[None for _ in ctx.needs_input_grad[1:]]
-        parts = gradient.tensors
-        return None, *[g if need else None for g, need in zip(parts, ctx.needs_input_grad[1:], strict=True)]
-
-
-class SplitElements(torch.autograd.Function):
-    """An autograd function from a list to aliases of the tensors that it stores, elements or flats."""
-
-    @staticmethod
-    def forward(ctx: _ListContext, x: StoresTensors) -> tuple[Tensor, ...]:
-        """Return aliases of the tensors."""
-        ctx.source = x
-        return tuple(t.view_as(t) for t in x.stored())  # views of a function: torch refuses to write to them
-
-    @staticmethod
-    def backward(ctx: _ListContext, *gradients: Tensor) -> Tensor:
-        """Return the list of the gradients."""
-        return ctx.source.with_stored(list(gradients))
-
-
-def list_requires_grad(x: Tensor) -> bool:
-    """Return whether the list itself requires grad, whatever its elements do."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.requires_grad
 
 
 def check_connected(x: Tensor, joined: Sequence[Edge]) -> None:
@@ -119,10 +54,8 @@ def join_elements(x: Tensor, elements: Sequence[Tensor], joined: Sequence[Edge])
         return None
     edges = [t.grad_fn if t.grad_fn is not None else t for t in elements]
     is_joined = len(edges) == len(joined) and all(a is b for a, b in zip(edges, joined, strict=True))
-    if not is_joined or not list_requires_grad(x):
-        with torch._C.DisableTorchFunctionSubclass():
-            x.detach_()
-            JoinElements.apply(x, *elements)  # type: ignore[no-untyped-call]
+    if not is_joined or not wrappers.requires_grad(x):
+        wrappers.join(x, elements)
     return edges
 
 
@@ -140,11 +73,11 @@ def split_elements(x: Tensor, is_unconnected: bool) -> list[Tensor] | None:
             "torch.compile can't differentiate through a TensorList whose first element holds no floats, or that holds "
             "tensors of a subclass: compute under torch.no_grad(), or hand it the elements, tl.tree()"
         )
-    if not list_requires_grad(x):
+    if not wrappers.requires_grad(x):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         int(x.shape[0])  # the compiler may not leave the number of elements open
-    return list(SplitElements.apply(x))  # type: ignore[no-untyped-call]
+    return wrappers.split(x)
 
 
 def detached_alias(element: Tensor, index: int, aliases: dict[int, Tensor]) -> Tensor:

@@ -21,16 +21,13 @@ _FUNCTIONS = "numel is_floating_point is_complex".split()
 
 def teach_compiler(kind: type[ElementList]) -> None:
     """Make compiled code answer metadata queries on lists of this type from their elements."""
-    dynamo.compile_methods_only_inlined(kind)
     reason = (
         "compiled code is given fake tensors for the elements of a TensorList, which have no .grad: give it the "
         "gradients as a list of their own, or the parameters as a plain list"
     )
-    dynamo_rules.on_first_compile(
-        kind,
-        partial(dynamo.answer_calls, kind, _answer, ["__len__", *_METHODS], _FUNCTIONS),
-        partial(dynamo.trace_attributes, kind, _answer, _ATTRIBUTES, "tensors", reason),
-    )
+    methods = ["__len__", *_METHODS]
+    rule = partial(dynamo.trace_as_list, kind, _answer, methods, _FUNCTIONS, _ATTRIBUTES, "tensors", reason)
+    dynamo_rules.declare(kind, rule)
 
 
 def _answer(elements: ElementList, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -260,14 +260,6 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., PyTree], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        if torch.compiler.is_dynamo_compiling():
-            if func in (torch.Tensor.detach, torch.detach):
-                raise RuleError(
-                    f"{func.__name__} on a TensorList has no rule under torch.compile: the compiler would rebuild the "
-                    f"alias from one shape, which a list does not have; call it outside the compiled function"
-                )
-            # Dynamo records the call unchanged; the compiler runs it again outside Dynamo, in the branch below.
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling() or ops.is_tracing():
             return TensorList._run_in_compiler(func, args, kwargs or {})
         return TensorList._run_function(list_call(func, args, kwargs or {}, TensorList))

@@ -35,6 +35,7 @@ from subtensors.dispatch.lists.batched import batched_call
 from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.lists.foreach import foreach_call
 from subtensors.dispatch.lists.list_call import ListCall, PerElement, gather, list_call
+from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
@@ -42,7 +43,6 @@ from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_module_tracker_hook
 from subtensors.dispatch.torch_internals.ops import is_exporting
-from subtensors.lists.compiled_autograd import list_requires_grad
 from subtensors.lists.packing import PackedLayout
 from subtensors.lists.tensor_list import TensorList, of_flats
 from subtensors.lists.tree_structure import first_difference, leaf_name
@@ -318,14 +318,7 @@ _SPECIAL: dict[Callable[..., PyTree], Callable[[Call], ListPlan | None]] = {
     torch.Tensor.register_hook: _register_hook,
 }
 
-_ABOUT_THE_LIST = frozenset(
-    """
-    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complete is_floating_point
-    is_signed is_conj is_neg is_inference is_coalesced is_same_size is_shared is_pinned data_ptr untyped_storage
-    get_device requires_grad_ register_hook retain_grad type __len__ __hash__ _is_view _is_zerotensor is_sparse
-    sym_size __get__ __set__ __delete__ grad
-    """.split()
-)
+_ABOUT_THE_LIST = wrappers.QUERIES | {"is_sparse", "__get__", "__set__", "__delete__", "grad"}
 """Functions that the compiler calls on a list itself, those for its gradients included."""
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -364,7 +357,7 @@ def _run_tracked(call: Call, name: str) -> PyTree:
 def _is_tracked(x: TensorList) -> bool:
     """Return whether autograd would record a call on a traced list."""
     return torch.is_grad_enabled() and (
-        x._is_unconnected or list_requires_grad(x) or any(t.requires_grad for t in x.stored())
+        x._is_unconnected or wrappers.requires_grad(x) or any(t.requires_grad for t in x.stored())
     )
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from subtensors.dispatch.ops.plain_types import read_as_plain
-from subtensors.dispatch.torch_internals import dynamo
 from subtensors.dispatch.torch_internals.ops import enable_foreach_paths
 
 
@@ -227,5 +226,4 @@ def _unwatched_alias(t: Tensor) -> Tensor:
 
 
 for _kind in _ORIGINAL:
-    dynamo.compile_methods_only_inlined(_kind)
     read_as_plain(_kind, "a change of a packed parameter's memory or gradient is stamped outside of a graph")

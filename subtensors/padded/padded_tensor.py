@@ -26,7 +26,7 @@ from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_on_host, size_symbol
-from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
+from subtensors.dispatch.torch_internals import dynamo_rules
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
@@ -259,9 +259,6 @@ class PaddedTensor(Tensor):
     ) -> PyTree:
         if len(types) > 1 and not LAZY_TYPES.isdisjoint(types):
             return NotImplemented
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo records the call unchanged; the compiler later runs it outside of Dynamo, and it gets past this.
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return handlers.torch_function(func, args, kwargs or {})
 
     @classmethod
@@ -386,12 +383,5 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _run_whole_in_graphs() -> None:
-    """Allow these functions in Dynamo's graphs as calls that it doesn't trace into."""
-    for function in (handlers.dense, mask_of, count_of):
-        torch.compiler.allow_in_graph(function)
-
-
-dynamo.compile_methods_only_inlined(PaddedTensor)
-dynamo_rules.on_first_compile(PaddedTensor, _run_whole_in_graphs)
+dynamo_rules.declare(PaddedTensor)
 MASKED_TYPES.add(PaddedTensor)

@@ -40,6 +40,7 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_map_only
+from subtensors.dispatch.ops.wrappers import QUERIES
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
@@ -59,13 +60,9 @@ from subtensors.padded.sized_calls import run_with_sizes
 from subtensors.padded.views import refresh_copies, remember_views
 
 # Queries of a tensor itself, which its wrapper answers, and functions that control autograd.
-_WRAPPER_FUNCTIONS = frozenset(
-    """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_complex
-    is_floating_point is_signed is_conj is_neg is_inference is_coalesced is_same_size is_shared is_pinned
-    is_distributed data_ptr untyped_storage storage storage_type get_device register_hook
-    register_post_accumulate_grad_hook retain_grad requires_grad_ type __len__ __hash__ __dlpack_device__
-    _is_view _is_zerotensor has_names dim_order is_set_to sym_size _backward_hooks _typed_storage
-    is_tensor is_nonzero_ result_type can_cast""".split()
+_WRAPPER_FUNCTIONS = QUERIES | frozenset(
+    """is_distributed storage storage_type register_post_accumulate_grad_hook __dlpack_device__ has_names dim_order
+    is_set_to _backward_hooks _typed_storage is_tensor is_nonzero_ result_type can_cast""".split()
 )
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 

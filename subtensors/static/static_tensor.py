@@ -355,7 +355,6 @@ class _ToStatic(torch.autograd.Function):
 
 torch.serialization.add_safe_globals([_rebuild])
 read_as_plain(StaticAddressTensor, f".data = would move a StaticAddressTensor: {COPY}")
-dynamo.compile_methods_only_inlined(StaticAddressTensor)
 dynamo.call_eagerly(static, "a static tensor is created outside of graphs, which would create it at each replay")
 # Sharing memory between processes moves it, so a copy is shared.
 ForkingPickler.register(StaticAddressTensor, lambda t: (_rebuild, (t.data.clone(), *_state(t)[1:])))

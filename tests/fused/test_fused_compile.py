@@ -115,7 +115,7 @@ def test_math_that_returns_lists_is_traced_natively() -> None:
         torch.testing.assert_close(x.sum(), total)
 
 
-def test_opcheck_accepts_both_ops() -> None:
+def test_opcheck_accepts_the_op() -> None:
     (p, g, buf) = lists(2, packed=False)
     with torch.no_grad():
         torch.compile(step, fullgraph=True, backend="aot_eager")(p, g, buf, 0.5, True)
@@ -127,7 +127,7 @@ def test_opcheck_accepts_both_ops() -> None:
     number = [torch.tensor(0.5, dtype=torch.float64)]
     torch.library.opcheck(torch.ops.subtensors.fused.default, (name, 2, writes, reads, number))
     single = ([p.tensors[0], buf.tensors[0]], [g.tensors[0]])
-    torch.library.opcheck(torch.ops.subtensors.fused_lists.default, (name, *single, number))
+    torch.library.opcheck(torch.ops.subtensors.fused.default, (name, 1, *single, number))
 
 
 def test_two_functions_of_one_signature_have_different_names() -> None:

@@ -41,7 +41,7 @@ def hide_declared(path: str) -> None:
 
 
 def hide_from_rules(part: str) -> None:
-    """Hide from the rules of Dynamo a name that they import, a method that they replace, or an attribute."""
+    """Hide from the rules of Dynamo a name that they import, or a method that they replace."""
     kind, name = part.split()
     from subtensors.dispatch.torch_internals import dynamo
 
@@ -56,17 +56,13 @@ def hide_from_rules(part: str) -> None:
             return load(module, *args, **kwargs)
 
         builtins.__import__ = without
-    elif kind == "method":
+    else:
         replace = dynamo._replace
 
         def refuse(owner: Any, names: Any, wrap: Any) -> None:
             replace(owner, [known for known in names if known != name and name not in names], wrap)
 
         dynamo._replace = refuse
-    else:
-        from torch._dynamo.variables import builtin
-
-        delattr(builtin, name)
 
 
 def padded() -> Any:

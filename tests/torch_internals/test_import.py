@@ -27,7 +27,7 @@ LATER = [
 """Packages that are imported when what needs them is first called."""
 
 OPS = """
-blockwise_absmax chunked_program chunked_program_gradients dequantize_blockwise fused fused_lists grouped_linear
+blockwise_absmax chunked_program chunked_program_gradients dequantize_blockwise fused grouped_linear
 masked_norm masked_norm_backward masked_reduction masked_reduction_backward masked_softmax masked_softmax_backward
 materialize numel pad_list pad_to pad_values quantize_blockwise stochastic_round unpad_to unpad_values
 """.split()

@@ -1,18 +1,20 @@
-"""The kinds of calls on traced chunks, by function name: a step of a program, its end, or neither."""
+"""The calls that the program of a traced chunk can hold: their kinds, and the expressions by which it calls them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 
 VIEWS = frozenset(
     """view reshape view_as reshape_as flatten unflatten transpose swapaxes swapdims permute movedim moveaxis t
     unsqueeze squeeze expand expand_as narrow select detach alias contiguous to type_as float double half bfloat16
-    __getitem__""".split()
+    __getitem__ T mT H mH real imag""".split()
 )
 """Calls whose result may share the memory of its operand."""
 
@@ -45,7 +47,8 @@ CallKind: TypeAlias = Literal["step", "end", "split", ""]
 """A step of a program, its end, a step with several results; or "" for a call that no program can hold."""
 
 
-def _call_kind(name: str) -> CallKind:
+@functools.cache
+def call_kind(name: str) -> CallKind:
     """Return the kind of a call by the name of its function."""
     bare = name.strip("_")
     kinds: tuple[tuple[CallKind, frozenset[str]], ...] = (("split", _SPLITS), ("end", _ENDS), ("step", _STEPS))
@@ -60,20 +63,14 @@ def _call_kind(name: str) -> CallKind:
     return "step" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
 
 
-def _qualified_name(name: str) -> str:
-    """Return the qualified name of a function outside `torch` and `F`: "torch.linalg.norm" for "linalg_norm"."""
+def callee(function: Callable[..., object], name: str) -> str:
+    """Return the expression by which a program calls a function of this name; empty if there is none."""
+    if getattr(F, name, None) is function:
+        return f"F.{name}"
+    if getattr(torch, name, None) is function:
+        return f"torch.{name}"
     module, _, rest = name.partition("_")
     if rest and hasattr(getattr(torch, module, None), rest):
-        return f"torch.{module}.{rest}"
+        return f"torch.{module}.{rest}"  # "linalg_norm"
     homes = {"torch._C._nn": torch._C._nn, "Tensor": torch.Tensor}
     return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
-
-
-def _function_name(function: Callable[..., object]) -> str:
-    return function.__name__
-
-
-call_kind = torch.compiler.assume_constant_result(_call_kind)
-qualified_name = torch.compiler.assume_constant_result(_qualified_name)
-function_name = torch.compiler.assume_constant_result(_function_name)
-"""Return the name of a function: the compiler itself may give that of a decorator's wrapper."""
