@@ -25,6 +25,7 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.dynamo import trace_rmatmul
+from subtensors.padded.padded_tensor import PaddedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -241,10 +242,13 @@ def traced_chunk(x: Tensor, dim: int, policy: Policy) -> PyTree:
     """Return the proxy that `st.chunk` returns while a compiler traces.
 
     Args:
-        x: a plain tensor.
+        x: a plain tensor; a PaddedTensor stays whole.
         dim: the dim that holds the rows.
         policy: the policy by which they are divided.
     """
+    if isinstance(x, PaddedTensor):  # a program reads no true sizes
+        _log_full("chunk")
+        return x
     if not _tell_operands_apart():
         torch._dynamo.graph_break()
     dim = dim + x.dim() if dim < 0 else dim

@@ -245,10 +245,3 @@ def log_fallback(missing: NeedsMaterialize) -> None:
     fallbacks[missing.op] += 1
     if fallbacks[missing.op] == 1:
         _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
-
-
-def log_unchunked(kind: type) -> None:
-    """Count a tensor that is not chunked since its type has rules of its own, and log it the first time."""
-    fallbacks["chunk"] += 1
-    if fallbacks["chunk"] == 1:
-        _log.warning("chunk of a %s, which has rules of its own: what follows runs whole", kind.__name__)
