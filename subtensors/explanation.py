@@ -11,7 +11,9 @@ from torch import Tensor
 
 from subtensors.arguments import shown, signature_of
 from subtensors.bucketed.runner import Bucketed
-from subtensors.chunked.chunked_tensor import ChunkedTensor, explain_loss
+from subtensors.chunked.chunked_tensor import ChunkedTensor
+from subtensors.dispatch.chunked.linear_loss import LoweredPlan
+from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.fused.fuse import Fused
 from subtensors.lists.tensor_list import TensorList
@@ -106,3 +108,33 @@ def _purpose(subject: object) -> str:
 def _shortened(numbers: Sequence[int]) -> str:
     """Return numbers as text, only the first and last of many."""
     return ", ".join(map(str, numbers if len(numbers) <= 8 else [*numbers[:4], "...", numbers[-1]]))
+
+
+def explain_loss(loss: Tensor) -> str:
+    """Describe the passes over chunks that computed a plain tensor.
+
+    Args:
+        loss: a tensor with a graph.
+
+    Returns:
+        for each pass: chunks, bytes, inputs, ops.
+
+    Example:
+        >>> import torch, subtensors as st
+        >>> print(explain_loss(st.chunk(torch.ones(6, 2, requires_grad=True), chunks=3).exp().sum()))
+        3 chunks of 2 of 6 rows, 32 B a chunk
+          reads by rows float32[6, 2]
+          exp.default -> float32[6, 2]
+          sum.dim_IntList -> float32[] (sum over chunks)
+    """
+    plans: list[ChunkSchedule | LoweredPlan] = []
+    seen, stack = set[object](), [loss.grad_fn]
+    while stack:
+        function = stack.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if isinstance(plan := getattr(function, "plan", None), ChunkSchedule | LoweredPlan):
+            plans.append(plan)
+        stack.extend(following for following, _ in function.next_functions)
+    return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"

@@ -46,7 +46,7 @@ def lowered_cross_entropy(
         return None
     if any(x is not None and x.requires_grad for x in (options.class_weight, target)):
         return None
-    found = match_linear_logits(logits)
+    found = match_linear_logits(logits, through_padding=True)
     if found is None:
         return None
     needs_grad = grad and logits.needs_grad
@@ -56,13 +56,17 @@ def lowered_cross_entropy(
         weight, bias = evaluate(head.weight), None if head.bias is None else evaluate(head.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
+    valid = layout.valid_positions()
+    if valid is not None and valid.numel():
+        valid = valid.to(hidden.device)
+        hidden, target = hidden.index_select(0, valid), target.index_select(0, valid)
     options = found.transforms.applied_to(options)
     return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype, head.shard)
 
 
 def describe_expected_loss(logits: LazyValue) -> str | None:
     """Describe the cost of a cross entropy of these logits in a line; None where the kernels don't compute it."""
-    found = match_linear_logits(logits) if logits.layout is not None and logits.ndim == 2 else None
+    found = match_linear_logits(logits, True) if logits.layout is not None and logits.ndim == 2 else None
     if found is None or logits.layout is None:
         return None
     hidden, (weight, _, shard) = found.hidden, own_head(found.head_weight, found.bias)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
@@ -72,8 +72,13 @@ def viewed(value: LazyValue, views: tuple[View, ...]) -> LazyValue:
     return value
 
 
-def match_transforms(logits: LazyValue) -> TransformedLogits:
-    """Match logits backwards through casts to a wider dtype, copies, views of rows, a temperature and a softcap."""
+def match_transforms(logits: LazyValue, through_padding: bool = False) -> TransformedLogits:
+    """Match logits backwards through casts to a wider dtype, copies, views of rows, a temperature and a softcap.
+
+    Args:
+        logits: the logits.
+        through_padding: whether rows of padding may be unfilled, and their gradient unmasked: it is known to be zero.
+    """
     temperature, softcap = 1.0, None
     views: list[View] = []
     value: LazyValue = logits
@@ -100,10 +105,19 @@ def match_transforms(logits: LazyValue) -> TransformedLogits:
             if dim == value.ndim - 1:
                 break
             views.append((dim, start, start + value.shape[dim], 1))
+        elif through_padding and node.name in ("fill_padding", "mask_gradient") and _chooses_rows(node.args[0], value):
+            value = node.args[1]
+            continue
         elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
             break
         value = args[0]
     return TransformedLogits(value, softcap, temperature, tuple(reversed(views)))
+
+
+def _chooses_rows(mask: LazyValue | RowSlice, of: LazyValue) -> bool:
+    """Return whether a mask is the same for all classes."""
+    shape = (mask.value if isinstance(mask, RowSlice) else mask).shape
+    return len(shape) < 1 or shape[-1] == 1 != of.ndim
 
 
 _COPIES = (aten.alias.default, aten.clone.default)
@@ -173,9 +187,9 @@ class LinearLogits:
         return hidden
 
 
-def match_linear_logits(logits: LazyValue) -> LinearLogits | None:
-    """Match logits that a linear layer of an input computes; return None for others."""
-    transforms = match_transforms(logits)
+def match_linear_logits(logits: LazyValue, through_padding: bool = False) -> LinearLogits | None:
+    """Match logits that a linear layer of an input computes; return None for others. Arguments: `match_transforms`."""
+    transforms = match_transforms(logits, through_padding)
     node = transforms.base.node
     if node is None or node.name not in ("mm.default", "addmm.default"):
         return None

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+BoolArray = npt.NDArray[np.bool_]
 
 BackwardHook = Callable[[Tensor], Tensor]
 """A gradient hook that runs before backward reaches chunked ops; it returns its gradient unchanged."""
@@ -55,15 +59,17 @@ class ChunkAxis:
         size: the number of rows.
         policy: how they are divided.
         elements: the number of elements of the tensor that was chunked.
+        is_valid: (size,), False for rows that are padding alone, whose chunks are skipped; None: no such row is known.
 
     Example:
         >>> ChunkAxis(10, Policy(rows=4)).spans(lambda rows: 0)
         [(0, 4), (4, 8), (8, 10)]
     """
 
-    def __init__(self, size: int, policy: Policy, elements: int = 0) -> None:
+    def __init__(self, size: int, policy: Policy, elements: int = 0, is_valid: BoolArray | None = None) -> None:
         self.size = size
         self._elements = elements
+        self._is_valid = is_valid
         self._policy = policy
         self._granule = 1
         self._parent: ChunkAxis | None = None
@@ -91,6 +97,11 @@ class ChunkAxis:
     def granule(self) -> int:
         """Chunks begin at multiples of this many rows."""
         return self.root._granule
+
+    @property
+    def is_valid(self) -> BoolArray | None:
+        """The rows that are more than padding; None where all may be."""
+        return self.root._is_valid
 
     def add_backward_hook(self, hook: BackwardHook) -> None:
         """Register a hook that runs before backward reaches the results of this axis."""
@@ -124,6 +135,8 @@ class ChunkAxis:
         two._parent = one
         one._granule = math.lcm(one._granule, two._granule)
         one._elements = max(one._elements, two._elements)
+        if one._is_valid is None or two._is_valid is None or not np.array_equal(one._is_valid, two._is_valid):
+            one._is_valid = None
         one._backward_hooks += [p for p in two._backward_hooks if p not in one._backward_hooks]
         a, b = one._policy, two._policy
         one._policy = Policy(
@@ -150,7 +163,9 @@ class ChunkAxis:
         rows, granule = self.rows(rows_by_memory), self.granule
         first, stop = requested or (0, self.size)
         first, stop = first // granule * granule, min(-(-stop // granule) * granule, self.size)
-        return [(s, min(s + rows, stop)) for s in range(first, max(stop, first + 1), rows)]
+        spans = [(s, min(s + rows, stop)) for s in range(first, max(stop, first + 1), rows)]
+        is_valid = self.is_valid
+        return spans if is_valid is None else [s for s in spans if is_valid[slice(*s)].any()] or spans[:1]
 
     def rows(self, rows_by_memory: Callable[[int | None], int]) -> int:
         """Return the number of rows of every chunk but the last."""
@@ -211,6 +226,14 @@ class RowLayout:
         unit, group, first, size = self.unit.numerator, self.unit.denominator, self.start, self.size
         start, stop = span
         return min(max(start * unit // group - first, 0), size), min(max(stop * unit // group - first, 0), size)
+
+    def valid_positions(self) -> Tensor | None:
+        """Return the positions whose rows are not padding alone: (n,) int64 on the host; None where all may be."""
+        is_valid = self.axis.is_valid
+        if is_valid is None or self.group > 1:
+            return None
+        rows = (np.arange(self.size) + self.start) // self.unit.numerator
+        return torch.from_numpy(np.flatnonzero(np.tile(is_valid[rows], self.runs)))
 
     def size_in(self, span: tuple[int, int]) -> int:
         """Return the size of the dim in a chunk of rows."""

@@ -86,7 +86,8 @@ def record_cross_entropy(
             found = _losses_by_statistics(logits, target, options.ignore_index)
             if found is not None:
                 return _reduced(found, target, weight, options, dtype, wide)
-    transforms, rows = untransformed_rows(logits)
+    # Targets in the padding are ignored; but each loss brings a gradient of its own, which may be NaN there.
+    transforms, rows = untransformed_rows(logits, through_padding=options.reduction != "none")
     wide = arithmetic_dtype(rows.dtype)
     with recording(grad and logits.needs_grad):
         meta = torch.empty(logits.shape[0], dtype=wide, device="meta")

@@ -170,9 +170,9 @@ def _open_node(base: LazyValue, key: object, has_vector: bool) -> LazyNode | Non
     return None
 
 
-def untransformed_rows(logits: LazyValue) -> tuple[TransformedLogits, LazyValue]:
+def untransformed_rows(logits: LazyValue, through_padding: bool = False) -> tuple[TransformedLogits, LazyValue]:
     """Return the transforms of logits and the rows before them; without a match, no transforms and the logits."""
-    transforms = match_transforms(logits)
+    transforms = match_transforms(logits, through_padding)
     try:
         with recording(logits.needs_grad):
             rows = transforms.rows()

@@ -44,6 +44,8 @@ class Results:
                     tensor = self._tensors[n] = (
                         part.new_empty(value.shape) if strides is None else part.new_empty_strided(value.shape, strides)
                     )
+                    if self.plan.axis.is_valid is not None:
+                        tensor.zero_()  # chunks of padding are skipped
                 assert value.part_layout is not None
                 value.part_layout.write_chunk(tensor, span, part.detach())
             else:

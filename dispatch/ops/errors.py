@@ -12,6 +12,14 @@ class RuleError(NotImplementedError):
     __module__ = "subtensors"
 
 
+class UnsupportedCall(RuleError):
+    """A call that no rule covers: eager mode runs it on the unpadded data, a compiler gets the error."""
+
+
+class DataDependentCall(UnsupportedCall):
+    """A call whose rule needs values or true sizes on the host, which a compiler and a graph capture don't have."""
+
+
 class SizeError(ValueError):
     """A size outside what a `Dim` allows."""
 

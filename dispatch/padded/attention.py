@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.dim_table import has_map
 from subtensors.dispatch.ops.dims import Label
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.carried_dims import MAX_PLANS, carry, dims_by_label, lacks
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops import view_dims
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import tree_has
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result

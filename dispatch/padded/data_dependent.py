@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs.host_reads import needs_host
+from subtensors.dispatch.ops.errors import DataDependentCall, UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.errors import DataDependentCall, UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, same_factors

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import (

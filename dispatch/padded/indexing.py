@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops import index_dims
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import Kwargs
 from subtensors.dispatch.padded.data_dependent import index_by_mask
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe

@@ -33,16 +33,17 @@ from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.dims import Label
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
 from subtensors.dispatch.padded.positions import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors
+from subtensors.dispatch.torch_internals.dispatcher import overrides_enabled
 
 table = RuleTable("PaddedTensor")
 """The rules: functions from a `PaddedCall` to results, with `PaddedValue` in place of tensors."""
@@ -153,7 +154,14 @@ def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
 
 
 def run_call(call: PaddedCall) -> PyTree:
-    """Run the rule for a call; see `run`."""
+    """Run the rule for a call; see `run`. Lazy storages record the ops that the rule calls."""
+    if any(type(x.dense) in LAZY_TYPES for x in call.values):
+        with overrides_enabled():
+            return _run_rule(call)
+    return _run_rule(call)
+
+
+def _run_rule(call: PaddedCall) -> PyTree:
     op = call.op
     if not any(x.padded_dims for x in call.values) and not tree_has(PaddedSize, call.arguments):
         out = tree_map_only(Tensor, unpadded_value, call.dense())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.torch_internals import dispatcher
@@ -36,7 +37,13 @@ KINDS: dict[OpOverloadPacket, str] = {
 
 def valid_lengths(x: PaddedValue) -> list[ValidLength] | None:
     """Return the padded dims as kernels take them; None if no kernel supports them."""
-    if not has_kernel(x.dense, FLOAT_DTYPES) or dispatcher.is_traced(x.dense) or x.sizes is None or not x.dim():
+    if (
+        type(x.dense) in LAZY_TYPES
+        or not has_kernel(x.dense, FLOAT_DTYPES)
+        or dispatcher.is_traced(x.dense)
+        or x.sizes is None
+        or not x.dim()
+    ):
         return None
     rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == rows_symbol()]
     found = []

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops import sample_dims
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.sample_dims import MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim

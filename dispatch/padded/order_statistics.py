@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
+from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, table
 from subtensors.dispatch.padded.padded_value import (
     PaddedValue,
@@ -138,6 +139,8 @@ def median(call: PaddedCall, x: PaddedValue, dim: int, keepdim: bool) -> PyTree:
 @table.register(aten.median.default, aten.nanmedian.default, across=True)
 def median_of_all(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """The median of all elements; those that equal it share its gradient."""
+    if is_lazy(x.dense):
+        raise UnsupportedCall("it sorts all elements, which are never in memory together")
     rank = _median_rank(call, x, list(range(x.dim()))).reshape(1)
     with torch.no_grad():
         flat = x.filled(_above_all(x.dense.dtype)).reshape(-1).sort().values

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
+from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol, valid_positions
 from subtensors.dispatch.sizes.dim_factors import (
@@ -170,6 +172,8 @@ class PaddedValue:
     def _filled(self, dense: Tensor, mask: Tensor, value: Number | Tensor, is_zero: IsZero | None = None) -> Tensor:
         if not isinstance(value, Tensor):
             value = self._number(value, dense)
+        if type(dense) in LAZY_TYPES:
+            return fill_padding(dense, mask, value)
         if not self.is_tracked:
             return torch.where(mask, dense, value)
         return FillPadding.apply(dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-untyped-call, no-any-return]
@@ -243,6 +247,8 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
         sizes: the true sizes that the mask is made of.
         is_zero: called in the backward to ask if the incoming gradient is zero there already.
     """
+    if type(dense) in LAZY_TYPES:
+        return mask_gradient(dense, mask, dense)
     zero = sizes.fill(0.0, dense.dtype, dense.device)
     return MaskGradient.apply(dense, mask, zero, is_zero)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
+from subtensors.dispatch.ops.lazy_storage import mask_gradient
 from subtensors.dispatch.ops.op_classes import OpClass
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import is_same
 from subtensors.dispatch.padded.padded_value import (
@@ -58,7 +60,8 @@ def pointwise(call: PaddedCall) -> PyTree:
     operands = call.values
     dims, sizes = broadcast(operands)
     out_shape = tuple(map(bucket_of, dims))
-    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes), call.arguments)
+    lazy = next((x.dense for x in operands if type(x.dense) in LAZY_TYPES), None)
+    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes, lazy), call.arguments)
     divisor = call.arguments.get("other")
     if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
         named["other"] = divisor.filled(1)
@@ -182,11 +185,17 @@ def same_factors(a: Factors, b: Factors, sizes: SizeKey | TrueSizes | None) -> b
     return all(is_same(f.size, g.size, sizes) for f, g in zip(a, b, strict=True))
 
 
-def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int], sizes: TrueSizes | None) -> Tensor:
+def gradient_safe(
+    x: PaddedValue,
+    dims: Sequence[Factors],
+    shape: Sequence[int],
+    sizes: TrueSizes | None,
+    lazy: Tensor | None = None,
+) -> Tensor:
     """Return the storage of an operand of a broadcast op, such that its gradient takes nothing from padding.
 
     An operand that lacks a padded dim of the result, or is unpadded there, sums its gradient over padding: so it is
-    expanded first, and the gradient is masked before the sum.
+    expanded first, and the gradient is masked before the sum. Beside a `lazy` storage that is recorded, too.
     """
     if not x.is_tracked or sizes is None:
         return x.dense
@@ -206,6 +215,8 @@ def gradient_safe(x: PaddedValue, dims: Sequence[Factors], shape: Sequence[int],
     mask_dims = [d for d in range(len(dims)) if mask.dim() == len(dims) and mask.shape[d] != 1]
     for d in mask_dims:
         target[d] = shape[d]
+    if lazy is not None:
+        return mask_gradient(x.dense, mask, lazy)
     return masked_gradient(x.dense.expand(target), mask, sizes)
 
 

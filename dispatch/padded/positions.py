@@ -38,8 +38,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, tree_find, tree_map_only
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim

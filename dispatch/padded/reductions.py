@@ -15,11 +15,11 @@ from torch import Tensor
 
 from subtensors.dispatch.ops import reduction_dims
 from subtensors.dispatch.ops.dims import listed
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, MAX, MIN, monoid_of
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded import kernels
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_elements, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, reduced_result, result
 from subtensors.dispatch.padded.pointwise import broadcast

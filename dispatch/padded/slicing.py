@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from subtensors.dispatch.graphs.host_reads import needs_host
-from subtensors.dispatch.padded.errors import DataDependentCall, UnsupportedCall
+from subtensors.dispatch.ops.errors import DataDependentCall, UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,

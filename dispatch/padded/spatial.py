@@ -27,11 +27,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.reduction_dims import min_value
 from subtensors.dispatch.ops.sample_dims import CORE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.copies import pad_dim
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression, value_at
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result

@@ -7,13 +7,15 @@ from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.padded.errors import UnsupportedCall
+from subtensors.dispatch.ops.errors import SizeError, UnsupportedCall
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors
 from subtensors.dispatch.sizes.expressions import Size, size_on_device, size_symbol
+from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes, without_overrides
 
 if TYPE_CHECKING:
     import sympy
@@ -253,6 +255,22 @@ def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: T
                 found = valid if found is None else found & valid
             position += 1
     return None if found is None else _unfactored(found, dims)
+
+
+def valid_on_host(dims: tuple[Factors, ...], dim: int, sizes: TrueSizes | None) -> npt.NDArray[np.bool_] | None:
+    """Return of each position of a dim whether it holds a valid element; None where all do, or the host doesn't know.
+
+    Nothing that watches for reads of the device's values sees this one, since a capture would do without it.
+    """
+    if sizes is None or not sizes.known_on_host or is_traced(sizes.values):
+        return None
+    with without_overrides(), without_modes():
+        here = TrueSizes(sizes.symbols, sizes.buckets, torch.tensor(sizes.host()), sizes.host())
+        mask = valid_positions(dims, tuple(range(len(dims))), here)
+        if mask is None or mask.shape[dim] == 1:
+            return None
+        valid: npt.NDArray[np.bool_] = mask.movedim(dim, 0).reshape(mask.shape[dim], -1).any(1).numpy()
+    return None if valid.all() else valid
 
 
 def _covers(factor: Factor, sizes: TrueSizes) -> bool:

@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from subtensors.dispatch.ops import view_dims
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result

@@ -71,6 +71,18 @@ def below_autograd() -> AbstractContextManager[object]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+@requires("torch._C.DisableTorchFunction")
+def without_overrides() -> AbstractContextManager[object]:
+    """Return a context in which no subclass and no mode overrides functions. Checked on 2.13."""
+    return torch._C.DisableTorchFunction()
+
+
+@requires("torch._C._EnableTorchFunction")
+def overrides_enabled() -> AbstractContextManager[object]:
+    """Return a context in which subclasses override functions again, if they were kept from it. Checked on 2.13."""
+    return torch._C._EnableTorchFunction()  # type: ignore[no-untyped-call]
+
+
 @requires(
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.functional_tensor.FunctionalTensor",

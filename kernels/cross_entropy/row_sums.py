@@ -332,8 +332,8 @@ def check_classes(targets: Tensor, classes: int) -> None:
     if not targets.numel():
         return
     invalid = ((targets < 0) | (targets >= classes)).any()
-    if targets.device.type != "cpu":
+    try:
         invalid.new_zeros(1).gather(0, invalid.long()[None])
-    elif invalid:
+    except RuntimeError:
         found = targets[(targets < 0) | (targets >= classes)][0].item()
-        raise IndexError(f"index {found} is out of bounds for dimension 1 with size {classes}")
+        raise IndexError(f"index {found} is out of bounds for dimension 1 with size {classes}") from None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.python_objects import flatten_result_objects
+from subtensors.dispatch.ops.lazy_storage import realized
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
@@ -129,8 +130,10 @@ class Outputs:
 
 
 def _output(leaf: PyTree) -> Output:
+    leaf = realized(leaf)
     if not isinstance(leaf, PaddedTensor):
         return Output(leaf)
+    leaf = leaf.realize()
     value = unwrap_with_grad(leaf)
     sizes = value.sizes
     if sizes is None:

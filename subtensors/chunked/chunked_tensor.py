@@ -6,6 +6,7 @@ import functools
 import string
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,21 +16,22 @@ from subtensors.arguments import flag, shown
 from subtensors.chunked import custom_op
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, graph_node, user_tensor
 from subtensors.chunked.number import ChunkedNumber, result_of_rows
-from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch, log_unchunked
+from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch
 from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
 from subtensors.chunked.traced_chunk import TracedChunk
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
-from subtensors.dispatch.chunked.linear_loss import LoweredPlan
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, Policy
-from subtensors.dispatch.chunked.schedule import ChunkSchedule
+from subtensors.dispatch.chunked.row_layout import BoolArray, ChunkAxis, Policy
 from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.true_sizes import valid_on_host
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.dispatch.torch_internals.autograd import convert_from_local, is_transforming
+from subtensors.padded.autograd import unwrap_with_grad, wrap_padded
+from subtensors.padded.padded_tensor import PaddedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -196,8 +198,8 @@ def chunk(
     """Chunk `x` along a dim: ops on it run chunk by chunk, so that no intermediate is ever materialized in full.
 
     Args:
-        x: a tensor of any dtype, with at least one dim. A PaddedTensor is returned unchanged, with a warning: its rules
-            run on all rows.
+        x: a tensor of any dtype, with at least one dim. Of a PaddedTensor no padding is counted, and chunks of padding
+            alone are not run where the host knows the true sizes.
         dim: the dim whose rows are chunked.
         chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
             long as the region's values and the free memory allow.
@@ -209,7 +211,7 @@ def chunk(
         compile: run the math of a chunk through torch.compile.
 
     Returns:
-        a ChunkedTensor of the sizes, dtype and device of `x`.
+        a ChunkedTensor of the sizes, dtype and device of `x`; for a PaddedTensor a PaddedTensor around one.
 
     Raises:
         SizeError: a count below one, or a tensor of no dims.
@@ -231,10 +233,10 @@ def chunk(
         checked = policy(chunks, rows, memory_limit, accumulate, compile)
         fields = (checked.chunks, checked.rows, checked.memory_limit, checked.exact, checked.compiled)
         return TracedChunk(x, dim, *fields)  # type: ignore[return-value]  # in place of a chunked tensor
-    if type(x) in MASKED_TYPES:
-        log_unchunked(type(x))
-        return x  # type: ignore[return-value]  # a masked tensor is used in place of a chunked one
-    return chunked(x, dim, cached_policy(chunks, rows, memory_limit, accumulate, compile))
+    divided = cached_policy(chunks, rows, memory_limit, accumulate, compile)
+    if isinstance(x, PaddedTensor):
+        return chunked_padding(x, dim, divided)  # type: ignore[return-value]  # whose storage is a ChunkedTensor
+    return chunked(x, dim, divided)
 
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor of the class
@@ -287,8 +289,26 @@ def _bytes(limit: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
+def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
+    """Return a padded tensor, chunked: its rules record ops on a storage that is chunked.
+
+    Raises:
+        TypeError, RuleError, SizeError, IndexError: see `chunk`.
+    """
+    value = unwrap_with_grad(x.realize())
+    dense = value.dense if value.fill == 0 else value.filled(0)
+    is_valid = valid_on_host(value.dims, dim, value.sizes) if type(dim) is int and -x.ndim <= dim < x.ndim else None
+    return wrap_padded(replace(value, dense=chunked(dense, dim, policy, is_valid), fill=0, tracker=None))
+
+
+def chunked(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = None) -> ChunkedTensor:
     """Return a tensor, chunked along a dim by a policy.
+
+    Args:
+        x: the tensor.
+        dim: the dim.
+        policy: how its rows are divided.
+        is_valid: of each row, whether it is more than padding; None: all may be.
 
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
@@ -323,44 +343,14 @@ def chunked(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
     if not -dims <= dim < dims:
         advice = f"; for chunks of {dim} rows: st.chunk(x, rows={dim})" if dim > 0 else ""
         raise IndexError(f"dim must be in [{-dims}, {dims - 1}], got {dim}{advice}")
-    return chunked_by(x, dim % dims, policy)
+    return chunked_by(x, dim % dims, policy, is_valid)
 
 
-def chunked_by(x: Tensor, dim: int, policy: Policy) -> ChunkedTensor:
-    """Return a plain tensor, chunked along a dim, counted from the front, by a policy."""
+def chunked_by(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = None) -> ChunkedTensor:
+    """Return a plain tensor, chunked along a dim, counted from the front, by a policy; see `chunked`."""
     x = x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
-    ref = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel())))
+    ref = AliasRef(leaf_value(x, dim, ChunkAxis(x.shape[dim], policy, x.numel(), is_valid)))
     return user_tensor(ChunkedTensor, ref)  # type: ignore[return-value]
-
-
-def explain_loss(loss: Tensor) -> str:
-    """Describe the passes over chunks that computed a plain tensor.
-
-    Args:
-        loss: a tensor with a graph.
-
-    Returns:
-        for each pass: chunks, bytes, inputs, ops.
-
-    Example:
-        >>> import torch
-        >>> print(explain_loss(ChunkedTensor(torch.ones(6, 2, requires_grad=True), chunks=3).exp().sum()))
-        3 chunks of 2 of 6 rows, 32 B a chunk
-          reads by rows float32[6, 2]
-          exp.default -> float32[6, 2]
-          sum.dim_IntList -> float32[] (sum over chunks)
-    """
-    plans: list[ChunkSchedule | LoweredPlan] = []
-    seen, stack = set[object](), [loss.grad_fn]
-    while stack:
-        function = stack.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if isinstance(plan := getattr(function, "plan", None), ChunkSchedule | LoweredPlan):
-            plans.append(plan)
-        stack.extend(following for following, _ in function.next_functions)
-    return "\n".join(plan.describe() for plan in plans) or "a plain tensor; nothing of its graph was chunked"
 
 
 def _description(describe: Callable[[], str | None]) -> str | None:

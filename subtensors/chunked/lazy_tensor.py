@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, 
 from subtensors.dispatch.chunked.record import ChunkedCall, record
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
 from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 
@@ -29,10 +30,6 @@ aten = torch.ops.aten
 
 Metadata: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 """Sizes, strides, dtype and device."""
-
-
-Hook: TypeAlias = Callable[[Tensor], None]
-"""A function that a leaf calls with its gradient."""
 
 
 class AliasRef:
@@ -247,15 +244,7 @@ def alias_ref(x: LazyTensor) -> AliasRef:
         return x._ref
     if is_fsdp_identity_node(function) and x._ref.base is not None:
         return x._ref.base
-    if function.name() == "BackwardHookFunctionBackward":
-        raise RuleError(
-            "full backward hooks of a module whose arguments or results are ChunkedTensors have no rule: these have no "
-            "gradients of their own; hook the module's parameters, or a module before the chunked rows or around them"
-        )
-    raise RuleError(
-        f"a ChunkedTensor came out of {function.name().removesuffix('Backward')}, an autograd.Function, and its "
-        f"gradient would not go through that function's backward: give it the tensor's realize()"
-    )
+    raise function_around(function)
 
 
 def graph_node(x: LazyTensor) -> torch.autograd.graph.Node | None:
@@ -293,7 +282,7 @@ def _wrapper(
             kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
         )
         if needs_grad:
-            set_leaf_hooks(out, _GRADIENT_HOOKS if hooks is None else hooks)
+            set_leaf_hooks(out, GRADIENT_HOOKS if hooks is None else hooks)
     out._ref = ref
     return out
 
@@ -305,14 +294,4 @@ def update_requires_grad(x: LazyTensor) -> None:
         if needs != x.requires_grad:
             x.requires_grad_(needs)
             if needs:
-                set_leaf_hooks(x, _GRADIENT_HOOKS)
-
-
-def _raise_on_gradient(grad: Tensor) -> NoReturn:
-    raise RuleError(
-        "a gradient reached a ChunkedTensor from outside its region, through an autograd.Function of your own perhaps: "
-        "give that function the tensor's realize()"
-    )
-
-
-_GRADIENT_HOOKS: OrderedDict[int, Hook] = OrderedDict({0: _raise_on_gradient})
+                set_leaf_hooks(x, GRADIENT_HOOKS)

@@ -248,7 +248,7 @@ def log_fallback(missing: NeedsMaterialize) -> None:
 
 
 def log_unchunked(kind: type) -> None:
-    """Count a tensor that is not chunked since its type has rules of its own, and log it the first time."""
+    """Count a tensor that compiled code does not chunk, since its type has rules of its own; log it the first time."""
     fallbacks["chunk"] += 1
     if fallbacks["chunk"] == 1:
-        _log.warning("chunk of a %s, which has rules of its own: what follows runs whole", kind.__name__)
+        _log.warning("chunk of a %s in compiled code: what follows runs whole", kind.__name__)

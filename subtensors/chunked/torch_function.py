@@ -48,6 +48,7 @@ from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
 from subtensors.dispatch.torch_internals.autograd import (
@@ -88,13 +89,10 @@ def handle_torch_function(
     """
     if is_transforming():
         check_not_transformed((args, kwargs))
-    if len(types) > 1 and not MAPPED_TYPES.isdisjoint(types):
+    if len(types) > 1 and not (MAPPED_TYPES | MASKED_TYPES).isdisjoint(types):
         return NotImplemented
     if len(types) > 1 and ChunkedNumber in types:
         args, kwargs = tree_map((args, kwargs), lambda x: x.realize() if isinstance(x, ChunkedNumber) else x)
-    if len(types) > 1 and not MASKED_TYPES.isdisjoint(types):
-        log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it has an operand with rules of its own"))
-        return call_materialized(func, args, kwargs)
     fast_path = FAST_PATHS.get(func)
     if fast_path is not None:
         try:
@@ -231,6 +229,18 @@ def _nll_loss(
     return _class_loss(kind, logits, target, options)
 
 
+def _with_aten_arguments(loss: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return a loss that takes the arguments of its aten op: the reduction is a number, in another place."""
+
+    def called(
+        kind: Kind, input: object, target: object, weight: object, reduction: int, ignore_index: int, *smoothing: float
+    ) -> Tensor | None:
+        name = ("none", "mean", "sum")[reduction]
+        return loss(kind, input, target, weight, None, ignore_index, None, name, *smoothing)
+
+    return called
+
+
 def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEntropy) -> Tensor | None:
     """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
     if not logits.dtype.is_floating_point:
@@ -288,6 +298,28 @@ _WIDER = {
 }
 
 
+def _fill_padding(kind: Kind, input: LazyTensor, mask: Tensor, value: PyTree) -> Tensor | None:
+    """`fill_padding`: a `where` that is known to choose by padding."""
+    other = alias_ref(value).value if isinstance(value, LazyTensor) else value
+    return _chosen(kind, fill_padding, mask, alias_ref(input).value, other)
+
+
+def _mask_gradient(kind: Kind, input: Tensor, mask: Tensor, lazy: Tensor) -> Tensor | None:
+    """`mask_gradient`: a `where` whose other values are the same, detached."""
+    value = alias_ref(input).value if isinstance(input, LazyTensor) else constant(input)
+    return _chosen(kind, mask_gradient, mask, value, record(aten.detach.default, value))
+
+
+def _chosen(kind: Kind, of: Callable[..., Tensor], mask: Tensor, value: LazyValue, other: PyTree) -> Tensor:
+    with recording(torch.is_grad_enabled()):
+        if not isinstance(other, (LazyValue, Tensor)):
+            other = torch.full((), other, dtype=value.dtype, device=value.device)
+        out: LazyValue = record(aten.where.self, mask, value, other)
+    if out.node is not None:
+        out.node.name = of.__name__
+    return user_tensor(kind, AliasRef(out))
+
+
 def _float(kind: Kind, input: object, **named: object) -> Tensor | None:
     return None if named else _to(kind, input, torch.float32)
 
@@ -296,6 +328,11 @@ FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     F.linear: _linear,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
+    aten.linear.default: _linear,
+    aten.cross_entropy_loss.default: _with_aten_arguments(_cross_entropy),
+    aten.nll_loss_nd.default: _with_aten_arguments(_nll_loss),
+    fill_padding: _fill_padding,
+    mask_gradient: _mask_gradient,
     **({} if functional.FUNCTION is None else {functional.FUNCTION: _linear_cross_entropy}),
     Tensor.to: _to,
     Tensor.float: _float,

@@ -8,25 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, function_around, realized
+from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
-from subtensors.dispatch.padded.padded_value import PaddedValue
+from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
+from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
 from subtensors.padded.views import refresh_view, remember_views, track_plain_views
 
 
 def wrap_with_grad(value: PaddedValue) -> Tensor:
-    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd tracks."""
+    """A rule's result for the user: plain where nothing is padded, else a PaddedTensor that autograd tracks.
+
+    A lazy storage has gradients of its own: around it there is a leaf, which gets none.
+    """
     if not value.padded_dims:
         return value.dense
-    return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
+    if type(value.dense) not in LAZY_TYPES:
+        return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
+    out = make_padded(value)
+    if value.dense.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
+    return out
+
+
+wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
+"""`wrap_with_grad` of a value with padding; one without, if no non-strict Dim fits, becomes a plain tensor."""
+
+
+def realize(x: PaddedTensor) -> PaddedTensor:
+    """Return `PaddedTensor.realize()`."""
+    if type(x._dense) not in LAZY_TYPES:
+        return x
+    fill = x._fill if x._fill in (0, FINITE_FILL) else None  # chunks of padding are skipped, and hold zeros
+    return wrap_padded(replace(unwrap(x), dense=realized(x._dense), fill=fill, tracker=None))
 
 
 def wrap_results(
@@ -46,10 +71,25 @@ def unwrap_with_grad(x: Tensor) -> PaddedValue:
     if isinstance(x, PaddedTensor) and x._view_source is not None:
         x = refresh_view(x)
     value = unwrap(x)
+    if type(value.dense) in LAZY_TYPES:
+        return value if x.grad_fn is None or x is value.dense else unwrap_with_grad(_source_of(x, x.grad_fn))
     if isinstance(x, PaddedTensor) and torch.is_grad_enabled() and x.requires_grad:
         tracker = GradientTracker()
         return replace(value, dense=Unwrap.apply(x, tracker), tracker=tracker)  # type: ignore[no-untyped-call]
     return value
+
+
+def _source_of(x: Tensor, function: torch.autograd.graph.Node) -> PaddedTensor:
+    """Return what a tensor with a lazy storage is a view of, where FSDP2 took the view, whose function does nothing.
+
+    Raises:
+        RuleError: another autograd.Function returned it.
+    """
+    source = x._view_source if isinstance(x, PaddedTensor) and is_fsdp_identity_node(function) else None
+    base = None if source is None else source.base()
+    if base is None:
+        raise function_around(function)
+    return base
 
 
 class UnwrapContext(FunctionCtx):
@@ -112,4 +152,4 @@ def dense_of(x: PaddedTensor) -> Tensor:
     return dense
 
 
-handlers.dense = dense_of
+handlers.dense, handlers.realize = dense_of, realize

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import DataDependentCall, RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded import interpreter
-from subtensors.dispatch.padded.errors import DataDependentCall
 from subtensors.dispatch.sizes.dim_factors import is_padded
 from subtensors.padded.padded_tensor import PaddedTensor
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
+from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
@@ -65,8 +65,12 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
             )
         # A dim of the bucket's size that nothing had said the true size of, as of a table that Python made.
         target._dims, target._sizes, target._fill = new.dims, new.sizes, None
-    mask = unwrap(target).mask()
-    dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense.detach())
+    mask, old = unwrap(target).mask(), target._dense.detach()
+    if is_lazy(target._dense):
+        dense = fill_padding(new.dense, mask, old) if mask is not None and is_lazy(new.dense) else new.dense
+        target._dense.copy_(dense)
+        return
+    dense = new.dense if mask is None else torch.where(mask, new.dense, old)
     value = replace(unwrap(target), dense=dense, tracker=None)
     records = torch.is_grad_enabled() and (dense.requires_grad or target.requires_grad)
     if target._view == "copy" or (records and target._view):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MASKED_TYPES
+from subtensors.dispatch.ops.lazy_storage import is_lazy
+from subtensors.dispatch.ops.plain_types import MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue, unpadded_value
@@ -45,6 +46,7 @@ class _Handlers:
     dense: Callable[[PaddedTensor], Tensor]
     pad: Callable[[Tensor, Mapping[int, Dim | int]], PaddedTensor]
     unpad: Callable[[PaddedTensor], Tensor | list[Tensor]]
+    realize: Callable[[PaddedTensor], PaddedTensor]
 
 
 handlers = _Handlers()
@@ -177,6 +179,17 @@ class PaddedTensor(Tensor):
         """
         return handlers.unpad(self)
 
+    def realize(self) -> PaddedTensor:
+        """Compute the storage of a tensor that was chunked; any other tensor is returned unchanged.
+
+        Example:
+            >>> import subtensors as st
+            >>> x = st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)})
+            >>> st.chunk(x, rows=2).mul(2).realize().sum()
+            tensor(6.)
+        """
+        return handlers.realize(self)
+
     def _host_size(self, factors: Factors) -> HostSize:
         size = size_of(factors)
         if self._sizes is None or not is_padded(factors):
@@ -237,8 +250,8 @@ class PaddedTensor(Tensor):
                 # Tensors of one copied pytree go on sharing their sizes.
                 sizes = memo.setdefault(id(self._sizes), self._sizes.clone())
                 memo.setdefault(id(memo), []).append(self._sizes)
-            new = make_padded(PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill))
-            memo[id(self)] = new.requires_grad_(self.requires_grad)
+            value = PaddedValue(copy.deepcopy(self._dense, memo), self._dims, sizes, self._fill)
+            memo[id(self)] = make_padded(value).requires_grad_(self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., PaddedTensor], tuple[object, ...]]:
@@ -257,8 +270,6 @@ class PaddedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        if len(types) > 1 and not LAZY_TYPES.isdisjoint(types):
-            return NotImplemented
         return handlers.torch_function(func, args, kwargs or {})
 
     @classmethod
@@ -281,6 +292,8 @@ class PaddedTensor(Tensor):
         return self._sizes.values
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        if is_lazy(self._dense):
+            raise RuleError("a chunked PaddedTensor is no argument of compiled code: hand over its realize()")
         return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._metadata()
 
     @staticmethod
@@ -302,9 +315,8 @@ class PaddedTensor(Tensor):
         if dims != self._dims or self._sizes is None or symbols != self._sizes.symbols:
             return None
         value = unwrap(self)
-        if fill == EDGE_FILL:
-            return make_padded(value.like(value.edge_filled(), fill))
-        return make_padded(value.like(value.filled(fill if isinstance(fill, int | float) else 0.0), fill))
+        number = fill if isinstance(fill, int | float) else 0.0
+        return make_padded(value.like(value.edge_filled() if fill == EDGE_FILL else value.filled(number), fill))
 
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
@@ -338,22 +350,19 @@ def unwrap(x: Tensor) -> PaddedValue:
 
 def fill_of(x: PaddedTensor) -> Fill | None:
     """The known contents of a PaddedTensor's padding; None if they are unknown, as after a write."""
-    is_stale = x._fill_version is not None and x._dense._version != x._fill_version
-    return None if is_stale else x._fill
+    return x._fill if x._fill_version is None or x._dense._version == x._fill_version else None
 
 
 def mask_of(x: PaddedTensor) -> Tensor:
     """Return `PaddedTensor.mask()`."""
     mask = unwrap(x).mask()
-    if mask is None:
-        return torch.ones(x._dense.shape, dtype=torch.bool, device=x._dense.device)
-    return mask.expand(x._dense.shape).clone()
+    everywhere = torch.ones((), dtype=torch.bool, device=x._dense.device) if mask is None else mask
+    return everywhere.expand(x._dense.shape).clone()
 
 
 def count_of(x: PaddedTensor, dim: int) -> Tensor:
     """Return `PaddedTensor.count(dim)`."""
-    if type(dim) is not int:
-        dim = whole_number("dim", dim)
+    dim = whole_number("dim", dim)
     if not -x._dense.dim() <= dim < x._dense.dim():
         raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
     value, d = unwrap(x), dim % x._dense.dim()
@@ -374,9 +383,7 @@ def _rebuild(
     """Return a pickled PaddedTensor."""
     sizes = None if values is None else TrueSizes(tuple(map(size_symbol, symbols)), buckets, values)
     factors = tuple(tuple(Factor(bucket, from_tuples(size)) for bucket, size in dim) for dim in dims)
-    out = make_padded(PaddedValue(dense, factors, sizes, fill))
-    out.requires_grad_(requires_grad)
-    return out
+    return make_padded(PaddedValue(dense, factors, sizes, fill)).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 # A PaddedTensor is pickled as tensors, numbers and text.

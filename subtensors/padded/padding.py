@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from subtensors.arguments import shown
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import RuleError, SizeError
+from subtensors.dispatch.ops.lazy_storage import realized
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
@@ -24,13 +26,10 @@ from subtensors.dispatch.torch_internals.autograd import is_transforming
 from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_values
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.autograd import unwrap_with_grad, wrap_padded
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, unwrap
 from subtensors.padded.views import track_plain_views
 from subtensors.sizes.dims import Dim, SizeAgreement
-
-wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
-"""`wrap_with_grad` of a value with padding; one without, if no non-strict Dim fits, becomes a plain tensor."""
 
 
 def pad(t: Tensor | Sequence[Tensor], dims: Mapping[int, Dim | int], value: Number = 0) -> PaddedTensor:
@@ -104,7 +103,7 @@ handlers.pad, handlers.unpad = pad, unpad
 
 def unpad_value(value: PaddedValue) -> Tensor | list[Tensor]:
     """Return the valid part of a value: a tensor, or a list with one per row."""
-    sizes = value.sizes
+    sizes, value = value.sizes, replace(value, dense=realized(value.dense))
     ragged = sizes is not None and any(sizes.is_ragged(f.size) for factors in value.dims for f in factors)
     if not ragged or sizes is None:
         return _unpad_row(value, row=0)

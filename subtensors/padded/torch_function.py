@@ -36,13 +36,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
+from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.linear_cross_entropy import TooManyDims
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.ops.wrappers import QUERIES
 from subtensors.dispatch.padded import decomposable, rules
-from subtensors.dispatch.padded.errors import UnsupportedCall
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.pointwise import broadcast
@@ -161,6 +161,8 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
         if name == "__get__" and _attribute(func) == "layout":
             # The caller is two frames up, past `__torch_function__`.
             decomposable.check_caller(sys._getframe(2), lambda mask: _is_padded_as(args[0], mask))
+        if name == "register_hook" and is_lazy(args[0]._dense):
+            return args[0]._dense.register_hook(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if ops.is_tracing():
                 return _without_warnings(func, args, kwargs)
@@ -329,7 +331,7 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
     if any(target._view == "copy" for target in through_views.values()):
         raise UnsupportedCall(f"{op} writes through a view that had to be copied")
     if records:
-        for target in (t for t in targets if id(t) not in through_views):
+        for target in (t for t in targets if id(t) not in through_views and not is_lazy(t._dense)):
             # The op saves its operands for the backward, and the new value overwrites their memory.
             target._dense = target._dense.clone()
     out_names = {a.name for a in op._schema.arguments if a.is_out}
@@ -369,7 +371,7 @@ def _may_write_padding(
     original = frame.originals.get(id(target))
     if op_class(op) is not OpClass.POINTWISE or args[0] is not target or len(targets) > 1:
         return False
-    if not isinstance(original, PaddedTensor) or original._fill is not None or original._view:
+    if not isinstance(original, PaddedTensor) or original._fill is not None or original._view or is_lazy(target._dense):
         return False
     return bool(broadcast([unwrap(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
 

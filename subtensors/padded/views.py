@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals.memory import storage_id
 from subtensors.padded.padded_tensor import PaddedTensor, ViewSource
@@ -39,7 +40,7 @@ def remember_views(
         # An argument among the results, such as `out=`, is no view that this call took.
         if not isinstance(result, PaddedTensor) or any(result is x for x in given):
             continue
-        if result._view == "copy" or (result._view and torch.is_grad_enabled()):
+        if result._view == "copy" or (result._view and (torch.is_grad_enabled() or is_lazy(result._dense))):
             base = _base_of(result._dense, given)
             if result._view == "copy":
                 for x in _with_bases(base):

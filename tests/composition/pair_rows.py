@@ -109,7 +109,7 @@ def padded_in_list(subject: Subject) -> list[Tensor]:
     return pair.backward(*(pair.unpad(x) for x in pair.each(pair.module, values)))
 
 
-@meets(PADDED, CHUNKED, Slower("which has rules of its own: what follows runs whole"))
+@meets(PADDED, CHUNKED)
 def padded_chunked(subject: Subject) -> list[Tensor]:
     """`st.chunk` of a padded tensor."""
     pair = Pair(subject)
@@ -203,7 +203,7 @@ def chunked_static(subject: Subject) -> list[Tensor]:
     return pair.backward(pair.static_module()(pair.chunk(pair.leaves[0])).logsumexp(-1).mean())
 
 
-@meets(CHUNKED, BUCKETED, Slower("which has rules of its own: what follows runs whole"))
+@meets(CHUNKED, BUCKETED)
 def chunked_bucketed(subject: Subject) -> list[Tensor]:
     """A runner whose program chunks its hidden states."""
     pair = Pair(subject)

@@ -32,7 +32,7 @@ def loss_of(parts: Any, ids: Tensor, labels: Tensor, chunk: Callable[[Tensor], T
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_padded_tensor_is_not_chunked(dim: int, device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_padded_tensor_is_chunked(dim: int, device: str, caplog: pytest.LogCaptureFixture) -> None:
     ours = model(device)
     theirs = copy.deepcopy(ours)
     for n in (5, 8, 20):
@@ -45,9 +45,7 @@ def test_a_padded_tensor_is_not_chunked(dim: int, device: str, caplog: pytest.Lo
         torch.testing.assert_close(loss.detach(), expected.detach())
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
-    assert [r.getMessage() for r in caplog.records if r.name == "subtensors.chunked"] == [
-        "chunk of a PaddedTensor, which has rules of its own: what follows runs whole"
-    ]
+    assert not [r.getMessage() for r in caplog.records if r.name.startswith("subtensors")]
     with pytest.raises(TypeError, match="made of a plain tensor"):
         st.ChunkedTensor(padded[0], chunks=2)
 
@@ -87,9 +85,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Using a target size")  # of true sizes beside the bucket's
 @pytest.mark.parametrize("is_padded_first", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_chunked_tensor_is_materialized_in_a_call_with_a_padded_one(
-    name: str, is_padded_first: bool, device: str
-) -> None:
+def test_a_chunked_tensor_meets_a_padded_one(name: str, is_padded_first: bool, device: str) -> None:
     call = CALLS[name]
     x, y = (torch.randn(5, 6, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
     results = []
