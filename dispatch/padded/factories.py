@@ -55,6 +55,13 @@ def new_like(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedVal
     return x.like(out) if out.shape == x.shape else unpadded_value(out)
 
 
+@table.register(aten.new_empty_strided)
+def new_like_strided(call: PaddedCall, x: PaddedValue) -> PaddedValue:
+    """Memory of some strides, padded as `x` is where it has its shape: autograd copies a gradient there."""
+    out = call.dense()
+    return x.like(out) if out.shape == x.shape else unpadded_value(out)
+
+
 @table.register(OpClass.FACTORY)
 def from_sizes(call: PaddedCall) -> PaddedValue:
     """An unpadded tensor of the given sizes."""

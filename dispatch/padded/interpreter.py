@@ -87,6 +87,8 @@ class PaddedCall(BoundCall[PaddedValue]):
     def __init__(self, op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> None:
         super().__init__(op, args, kwargs, PaddedValue)
         self.unchanged: PyTree = None
+        self.reads_sizes = False
+        """Whether the rule asked the host for a true size, so that its outcome is one of these sizes alone."""
         """The result of the op on the operands' own storages; None until it has run on them."""
         self.is_across = False
         """True if the op combines positions of a padded dim, by its dimension map."""
@@ -247,6 +249,7 @@ def require_elements(
         reduced: the dims.
         kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
     """
+    call.reads_sizes = True
     for d in reduced:
         if set(known_sizes(x, d)) == {0}:
             names = call.get("dim") not in (None, [])

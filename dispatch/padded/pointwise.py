@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_size
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, bucket_of, is_padded, size_of, static
 from subtensors.dispatch.sizes.expressions import multiplied
 
-# f(0) == 0 in every dtype, with the other arguments at their defaults.
+# f(0) == 0 in every dtype, with the other arguments as `_has_usual_numbers` says.
 _KEEPS_ZERO = frozenset(
     """abs neg relu gelu silu sin tan asin atan sinh tanh asinh atanh sqrt square expm1 log1p erf sign sgn trunc floor
     ceil round frac positive clone _to_copy alias detach contiguous relu6 leaky_relu hardtanh hardswish mish softsign
@@ -232,12 +233,20 @@ def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequenc
         return EDGE_FILL
     if len(operands) == 2 and name in ("add", "sub"):
         is_zero = all(x.fill == 0 and x.dims == operands[0].dims for x in operands)
-        return 0 if is_zero and operands[0].padded_dims else None
+        return 0 if is_zero and operands[0].padded_dims and _has_usual_numbers(call, name) else None
     if len(operands) != 1:
         return None
     if fill == FINITE_FILL and (name in _BOUNDED or (name in _CASTS and _is_safe_cast(call["self"].dense.dtype, call))):
         return FINITE_FILL
-    return fill if (fill == 0 and name in _KEEPS_ZERO) or name in _KEEPS_VALUES else None
+    keeps_zero = fill == 0 and name in _KEEPS_ZERO and _has_usual_numbers(call, name)
+    return fill if keeps_zero or name in _KEEPS_VALUES else None
+
+
+def _has_usual_numbers(call: PaddedCall, name: str) -> bool:
+    """Return whether the other arguments let zero stay zero: finite numbers, and a range that holds it."""
+    if name == "hardtanh" and not call["min_val"] <= 0 <= call["max_val"]:
+        return False
+    return all(math.isfinite(number) for number in call.arguments.values() if isinstance(number, float))
 
 
 def _has_edge_fill(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:

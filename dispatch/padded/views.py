@@ -123,10 +123,8 @@ def unfold(call: PaddedCall, x: PaddedValue, dimension: int, size: int, step: in
     """Windows of a dim, which start a step apart; the last one ends within the true size."""
     d, out, window = dimension % x.dim(), call.dense(), static_dims([size])
     windows = convolved(prefix_size(x, d), size, step)
-    windowed = result(
-        out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes, x.fill_if_shifted
-    )
-    # A padded window may overlap valid positions, and would add its gradient to theirs.
+    # A padded window may overlap valid positions: it has no fill, and would add its gradient to theirs.
+    windowed = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes)
     return windowed.gradient_masked()
 
 

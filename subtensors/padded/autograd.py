@@ -147,6 +147,8 @@ class Wrap(torch.autograd.Function):
 
 def dense_of(x: PaddedTensor) -> Tensor:
     """Return `PaddedTensor.dense`."""
+    if not x._dense.is_inference():  # a write to it may change what is known of the padding
+        x._fill_version = x._dense._version
     dense = unwrap_with_grad(x).dense
     track_plain_views(x, [dense])
     return dense

@@ -26,7 +26,9 @@ def try_copy_storage(target: Tensor, source: Tensor) -> bool:
     Returns:
         True if the copy is done; False if their padding differs in place or contents, or gradients are involved.
     """
-    if not isinstance(target, PaddedTensor) or not isinstance(source, PaddedTensor) or target._view == "copy":
+    if not isinstance(target, PaddedTensor) or not isinstance(source, PaddedTensor):
+        return False
+    if target._view:  # the padding of a view may be valid in its base
         return False
     records = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
     if records or (target._dims, target._fill) != (source._dims, source._fill) or target.dtype != source.dtype:

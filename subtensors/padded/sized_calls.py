@@ -46,6 +46,12 @@ OPS: dict[Callable[..., PyTree], OpOverload] = {
 }
 """Functions whose arguments are those of one op."""
 
+FILL_ARGUMENTS: dict[Callable[..., PyTree], tuple[str, ...]] = {
+    Tensor.new_full: ("self", "size", "fill_value"),
+    functional.pad: ("input", "pad", "mode", "value"),
+}
+"""The names of the arguments of those that fill."""
+
 FILLED: dict[Callable[..., PyTree], float | None] = {
     torch.zeros: 0,
     torch.ones: 1,
@@ -99,13 +105,16 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     if args and isinstance(args[0], Tensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
-        if func is Tensor.__setitem__ and isinstance(args[0], PaddedTensor) and not tree_has(PaddedSize, args[2:]):
-            return assign_at_index(*args)
+        if func is Tensor.__setitem__ and isinstance(args[0], PaddedTensor):
+            return assign_at_index(*args[:2], *map_sizes(args[2:], PaddedSize.on_device))
         if func in SHAPE_OPS:
             if len(args) > 1 and isinstance(args[1], int):
                 args = args[0], args[1:]
             return _run(SHAPE_OPS[func], *args, **kwargs)
         if func in OPS:
+            fill = dict(zip(FILL_ARGUMENTS.get(func, ()), args, strict=False)) | kwargs
+            if isinstance(fill.get("value"), PaddedSize) or isinstance(fill.get("fill_value"), PaddedSize):
+                raise RuleError(f"{name} takes a padded size as a size, and not as the value to fill with")
             return _run(OPS[func], *args, **kwargs)
     is_pool = (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2
     if is_pool and {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1}):
