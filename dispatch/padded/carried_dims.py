@@ -149,7 +149,7 @@ def _regrouped(x: PaddedValue, found: DimMap) -> Sequence[Factors] | None:
     if found.shape is None or 0 in x.shape:
         return None
     try:
-        return reshaped(x.dims, found.shape)
+        return reshaped(x.dims, tuple(map(int, found.shape)))
     except RuleError:
         return None
 
