@@ -180,7 +180,10 @@ class WrittenOverlap:
     def _find(self, columns: Columns) -> bool:
         unique = list(map(unique_tensors, columns))
         if self._layout is None:
-            spans = [_span(t) * t.element_size() for column in unique for t in column]
+            # Most are contiguous, and cost no call of a function.
+            spans = [
+                (t.numel() if t.is_contiguous() else _span(t)) * t.element_size() for column in unique for t in column
+            ]
             stored = np.repeat([i in self._stored for i in range(len(unique))], list(map(len, unique)))
             self._layout = np.asarray(spans, dtype=np.int64), stored
         nbytes, written = self._layout
@@ -197,7 +200,4 @@ class WrittenOverlap:
 
 def _span(tensor: Tensor) -> int:
     """The number of elements in memory from the first to the last, gaps included."""
-    count = tensor.numel()
-    if tensor.is_contiguous() or not count:
-        return count
-    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.numel() and sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -184,5 +184,6 @@ def scalar_operands(numbers: Sequence[float], device: torch.device) -> Sequence[
     if device.type != "cpu":
         return numbers
     if all(isinstance(n, float) for n in numbers):
-        return torch.tensor(numbers, dtype=torch.float64).unbind()
-    return [torch.tensor(n, dtype=torch.float64 if isinstance(n, float) else torch.int64) for n in numbers]
+        return torch.tensor(numbers, dtype=torch.float64, device=device).unbind()
+    kinds = [torch.float64 if isinstance(n, float) else torch.int64 for n in numbers]
+    return [torch.tensor(n, dtype=kind, device=device) for n, kind in zip(numbers, kinds, strict=True)]

@@ -233,7 +233,13 @@ def _with_aten_arguments(loss: Callable[..., Tensor | None]) -> Callable[..., Te
     """Return a loss that takes the arguments of its aten op: the reduction is a number, in another place."""
 
     def called(
-        kind: Kind, input: object, target: object, weight: object, reduction: int, ignore_index: int, *smoothing: float
+        kind: Kind,
+        input: object,
+        target: object,
+        weight: object = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        *smoothing: float,
     ) -> Tensor | None:
         name = ("none", "mean", "sum")[reduction]
         return loss(kind, input, target, weight, None, ignore_index, None, name, *smoothing)

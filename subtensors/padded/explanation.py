@@ -53,7 +53,7 @@ def explain_padded_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs)
         >>> import torch, subtensors as st
         >>> x = st.pad(torch.ones(2, 3), {1: st.Dim("n", max=8, buckets=4)})
         >>> print(explain_padded_call(torch.softmax, (x, 1), {}))
-        aten.softmax.int on a PaddedTensor: softmax, registered for aten.softmax.int across its own dims
+        aten.softmax.int on a PaddedTensor: softmax, registered for every op with the ... across its own dims
         >>> print(explain_padded_call(torch.renorm, (x, 2, 0, 1.0), {}).partition(":")[0])
         on the unpadded data, in eager mode
     """

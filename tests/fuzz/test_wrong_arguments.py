@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "param_group is a dict with 'params', got {'lr': 1}",
     ),
     # What a value is.
-    "explain of a number": (lambda: st.explain(3), TypeError, "a fused function or a torch function, got 3"),
+    "explain of a number": (lambda: st.explain(3), TypeError, "a Dim or a function, got 3"),
 }
 
 
