@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -107,8 +108,22 @@ def shared_key(state: State, leaves: Sequence[object], structure: Structure, arg
     settings = tuple([ask() for ask in SETTINGS])
     own = None if state.key is None else user_key(state.key, args, kwargs)
     state.guard.user_key = own
-    modes = state.guard.grad_flags(leaves), cast, types, settings, state.guard.training(), own
+    modes = state.guard.grad_flags(leaves), cast, types, settings, state.guard.training(), _dict_keys(structure), own
     return len(args), tuple(kwargs), structure, modes
+
+
+def _dict_keys(structure: Structure) -> tuple[object, ...]:
+    """Return the exact keys of the dicts in a structure, unless they are strings: 1, 1.0 and True are equal there."""
+    found: list[object] = []
+    todo = [] if structure is None else [structure]
+    while todo:
+        node = todo.pop()
+        if not node.is_leaf():
+            if node.type in (dict, OrderedDict, defaultdict):
+                keys = node.context[1] if node.type is defaultdict else node.context
+                found += [exact(key) for key in keys if type(key) is not str]
+            todo += node.children()
+    return tuple(found)
 
 
 def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
@@ -119,14 +134,14 @@ def user_key(key: object, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
 
     Example:
         >>> import torch, types
-        >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})[1:]
+        >>> user_key(lambda x, scale: scale > 1, (torch.ones(2),), {"scale": 2})[2:]
         ((<class 'bool'>, True),)
-        >>> user_key(types.SimpleNamespace(scale=2), (), {})[1:]
+        >>> user_key(types.SimpleNamespace(scale=2), (), {})[2:]
         ((<class 'types.SimpleNamespace'>, ((('scale',), (<class 'int'>, 2)),)),)
     """
     found, structure = flatten((key(*args, **kwargs) if callable(key) else key,), {})
     own = [(type(x), object_key(x)) if type(x).__hash__ is None and has_parts(x) else leaf_key(x) for x in found]
-    parts = (structure, *own)
+    parts = (structure, _dict_keys(structure), *own)
     try:
         hash(parts)
     except TypeError as error:

@@ -17,11 +17,11 @@ from torch.autograd.graph import Node
 
 from subtensors.bucketed.reachable_state import ReachableState
 from subtensors.bucketed.state_guard import Optimizers, StateGuard
-from subtensors.dispatch.graphs.guards import Writes
+from subtensors.dispatch.graphs.guards import Writes, exact, is_plain
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
 
 TensorDict: TypeAlias = dict[str, Any]
-"""The parameters or buffers of one module, by name; some are None."""
+"""The parameters or buffers of one module, by name; some are None. Or values that an optimizer holds."""
 
 
 class State:
@@ -69,19 +69,25 @@ class State:
         return self.optimizers.no_capture_reason()
 
     def registered(self) -> list[tuple[TensorDict, TensorDict]]:
-        """Return each dict in which a module holds parameters or buffers, with a copy of it."""
+        """Return each dict in which a module holds parameters or buffers, or an optimizer its state, with a copy of it.
+
+        Of the attributes of an optimizer only plain values are copied.
+        """
+        found = self.optimizers.found
         dicts = [d for m in self.guard.modules for d in (m._parameters, m._buffers)]
-        return [(tensors, dict(tensors)) for tensors in dicts]
+        dicts += [d for opt in found for d in (*opt.state.values(), *opt.param_groups)]
+        own = [(vars(opt), {name: x for name, x in vars(opt).items() if is_plain(x)}) for opt in found]
+        return [(values, dict(values)) for values in dicts] + own
 
     def restore_registered(self, before: list[tuple[TensorDict, TensorDict]]) -> str:
-        """Restore replaced parameters and buffers; return the name of the first one, "" if none was replaced.
+        """Restore what was replaced in these dicts; return the name of the first value, "" if none was replaced.
 
         Args:
             before: what `registered` returned.
         """
         replaced: list[str] = []
         for now, copy in before:
-            changed = {name: value for name, value in copy.items() if name not in now or now[name] is not value}
+            changed = {name: x for name, x in copy.items() if name not in now or not _is_same(now[name], x)}
             replaced += changed
             if changed:  # those of scripted modules have no update
                 now.update(changed)
@@ -172,6 +178,10 @@ def leaf_ids_of(roots: Iterable[Tensor]) -> set[int]:
         seen |= new
         todo.extend(new)
     return leaf_ids
+
+
+def _is_same(now: object, before: object) -> bool:
+    return now is before or (is_plain(now) and is_plain(before) and exact(now) == exact(before))
 
 
 def _is_plain_parameter(p: Tensor) -> bool:

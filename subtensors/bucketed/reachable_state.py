@@ -11,8 +11,9 @@ in the program's code. Other Python values are not searched for: `docs/bucketed.
 
 from __future__ import annotations
 
+import enum
 import functools
-import inspect
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -40,6 +41,9 @@ MAX_CONTAINER_LENGTH = 1000
 
 _WITHOUT_ATTRIBUTES = (Tensor, torch.optim.Optimizer, types.ModuleType, types.FunctionType, functools.partial)
 """Kinds of objects whose plain attributes are not watched; those of optimizers are, by `Optimizers`."""
+
+_WITHOUT_STATE = (type, types.ModuleType, enum.Enum, logging.Filterer)
+"""Kinds of values in files, classes and closures whose attributes a program doesn't compute with."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has, such as its parameters, buffers and submodules, which `StateGuard` watches."""
@@ -94,9 +98,9 @@ class ReachableState:
     def __init__(self, program: Callable[..., object]) -> None:
         reached = _walk(_Found(program, None, None), _MAX_DEPTH)
         names, functions = _names_used([x.value for x in reached])
-        # Methods are no parts of their object: what they name besides its attributes.
+        # Methods are no parts of their object: the parts and objects that they name besides its attributes.
         for function in functions:
-            reached += [x for x in _walk(_Found(function, None, None), 2) if isinstance(x.value, Part)]
+            reached += [x for x in _walk(_Found(function, None, None), 2)[1:] if _is_object(x.value)]
         parts = [x for x in reached if isinstance(x.value, Part)]
         found = [x for x in parts if not isinstance(x.value, Tensor) or x.value.requires_grad or _is_named(x, names)]
         self.parts = list({id(x.value): x.value for x in found}.values())
@@ -143,7 +147,8 @@ def _parts(x: object) -> Iterator[tuple[Location | None, object]]:
             yield from _items(vars(module), vars(module).keys() - _MODULE_ATTRIBUTES, True)
         yield from _class_attributes(x)
     elif isinstance(x, types.FunctionType):
-        yield from _function_parts(inspect.unwrap(x))
+        for function in _with_wrapped(x):
+            yield from _function_parts(function)
     elif isinstance(x, types.MethodType):
         yield from ((None, part) for part in (x.__self__, x.__func__))
     elif isinstance(x, functools.partial):
@@ -165,7 +170,7 @@ def _parts(x: object) -> Iterator[tuple[Location | None, object]]:
 
 def _function_parts(f: types.FunctionType) -> Iterator[tuple[Location | None, object]]:
     """Yield what a function's code may name in its file and in others, its attributes, closure and defaults."""
-    if not is_library(f.__module__):
+    if not is_library(f.__globals__.get("__name__")):  # `functools.wraps` replaces `__module__`
         names = names_in(f.__code__)
         yield from _items(f.__globals__, names)
         files = [x for x in map(f.__globals__.get, names) if isinstance(x, types.ModuleType)]
@@ -194,15 +199,30 @@ def slots_of(x: object) -> dict[str, object]:
 
 
 def _class_attributes(x: object) -> Iterator[LocatedValue]:
-    """Yield those attributes of a class, or an object's and its submodules' classes, that are or may hold tensors."""
+    """Yield those attributes of a class, or an object's and its submodules' classes, that may be or hold state."""
     modules = x.modules() if isinstance(x, nn.Module) else [x]
     kinds = {kind for part in modules for kind in (part if isinstance(part, type) else type(part)).__mro__}
     for kind in kinds:
         # A class may define `__module__` as a property of its objects; it is no string then.
         if not f"{kind.__module__}.".startswith(("builtins.", "torch.")):
             for location, value in _items(vars(kind), are_attributes=True):
-                if isinstance(value, (Tensor, nn.Module, list, dict)) and not location.name.startswith("__"):
+                if (isinstance(value, (list, dict)) or _is_object(value)) and not location.name.startswith("__"):
                     yield location, value
+
+
+def _is_object(x: object) -> bool:
+    """Return whether a value is a part, or an object with attributes that may be state: no function or descriptor."""
+    if isinstance(x, Part):
+        return True
+    return hasattr(x, "__dict__") and not isinstance(x, _WITHOUT_STATE) and not hasattr(x, "__get__")
+
+
+def _with_wrapped(f: types.FunctionType) -> list[types.FunctionType]:
+    """Return a function, the one that it wraps, and so on."""
+    found = [f]
+    while isinstance(wrapped := getattr(found[-1], "__wrapped__", None), types.FunctionType) and wrapped not in found:
+        found.append(wrapped)
+    return found
 
 
 def _is_named(found: _Found, names: Collection[str]) -> bool:
@@ -222,7 +242,7 @@ def _names_used(values: Iterable[object]) -> tuple[set[str], set[types.FunctionT
     kinds = {kind for x in (*values, *modules) for kind in type(x).__mro__} - {object, nn.Module}
     names, seen = {"__call__", "forward"}, set[types.FunctionType]()
     while True:
-        names = names.union(*[names_in(inspect.unwrap(function).__code__) for function in todo])
+        names = names.union(*[names_in(f.__code__) for function in todo for f in _with_wrapped(function)])
         seen |= todo
         helpers = [value for function in todo for _, value in _parts(function)]
         found = [f for f in helpers if not is_library(getattr(f, "__module__", None))]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.reachable_state import ReachableState
+from subtensors.dispatch.fused.read_values import is_library
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.dispatch.graphs.guards import TensorSnapshot, ValueSnapshot, are_same, exact, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 _VALUES = methodcaller("values")
 _TRAINING = itemgetter("training")
+
+_CONTAINERS = nn.ModuleList.__module__
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
@@ -62,6 +65,10 @@ class StateGuard:
         # Live views of the dicts, since asking each dict for its values takes longer than to compare them.
         self._tensor_views = [_live_values(d) for m in self.modules for d in (m._parameters, m._buffers) if d]
         self._module_views = [_live_values(m._modules) for m in self.modules if m._modules]
+        growing = [m for m in self.modules if type(m).__module__ == _CONTAINERS or not is_library(type(m).__module__)]
+        registries = [d for m in growing for d in (m._parameters, m._buffers, m._modules)]
+        self._empty = [d for d in registries if not d and isinstance(d, dict)]
+        """Dicts of modules without a parameter, a buffer or a submodule; torch's own layers would read no other."""
         self._registered, self._children = _chained(self._tensor_views), _chained(self._module_views)
         self._attributes = [vars(m) for m in self.modules if "training" in vars(m)]
         self._scripted = [m for m in self.modules if "training" not in vars(m)]
@@ -117,6 +124,8 @@ class StateGuard:
                 return f"{location.name} was replaced"
         if not are_same(_chained(self._module_views), self._children):
             return "a module was replaced"
+        if any(self._empty):
+            return "a module got its first parameter, buffer or submodule"
         flags = self._all_training_flags()
         if self._training_flags.setdefault(self.training(), flags) != flags:
             return "a module changed between training and evaluation"
@@ -136,8 +145,9 @@ class StateGuard:
         return f"{name} was replaced: its {what} changed"
 
     def ignore_replaced(self) -> None:
-        """Stop watching locations whose value was replaced by now: the program itself replaced it."""
+        """Stop watching locations whose value was replaced by now, and dicts with a first one: the program wrote it."""
         self._locations = [(location, value) for location, value in self._locations if location.now() is value]
+        self._empty = [d for d in self._empty if not d]
 
     @contextmanager
     def during_run(self) -> Iterator[None]:
@@ -171,7 +181,7 @@ class Optimizers:
         self._is_tensor = [isinstance(x, Tensor) for x in entries]
         self._tensors = list(compress(entries, self._is_tensor))
         self._snapshot = TensorSnapshot(self._tensors)
-        self._options, self._counts = self._present_options(), self._param_counts()
+        self._options, self._params = self._present_options(), [list(params) for params in self._present_params()]
         self._read_values = self._values_read()
 
     def tensors(self) -> list[Tensor]:
@@ -209,7 +219,8 @@ class Optimizers:
             tensors = self.tensors()
         if len(entries) != len(self._is_tensor) or not self._snapshot.matches(tensors):
             return "the state of an optimizer was replaced"
-        if self._param_counts() != self._counts:
+        params = self._present_params()
+        if len(params) != len(self._params) or not all(map(are_same, params, self._params)):
             return "the parameters of an optimizer changed"
         if self._present_options() != self._options:
             return "a number of an optimizer changed, which its graph holds: give it as a tensor on the device"
@@ -217,8 +228,8 @@ class Optimizers:
             return "a value changed that the update of an optimizer reads besides its arguments"
         return ""
 
-    def _param_counts(self) -> list[int]:
-        return [len(group["params"]) for opt in self.found for group in opt.param_groups]
+    def _present_params(self) -> list[list[Tensor]]:
+        return [group["params"] for opt in self.found for group in opt.param_groups]
 
     def _present_options(self) -> list[list[object]]:
         return [_options(opt, group) for opt in self.found for group in opt.param_groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -130,3 +131,16 @@ def test_values_that_compute_something_else_have_other_graphs(
         if kind != "argument":
             net.scale = value
         torch.testing.assert_close(run(x, *more), net(x, *more), rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda items: defaultdict(int, items)])
+def test_keys_of_dicts_that_python_finds_equal_have_graphs_of_their_own(kind: Any, device: str) -> None:
+    current: Any = None
+    run = st.bucketed(lambda x, given: sum(key * x * value for key, value in given.items()), DIMS)
+    keyed = st.bucketed(lambda x: x * current, DIMS, key=lambda x: kind({current: 1}))
+    x = torch.ones(5, 3, dtype=torch.int64, device=device)
+    for current in (2, 2.0, 1, True, 1.0, 1):
+        torch.testing.assert_close(run(x, kind({current: 3})), current * x * 3)
+        torch.testing.assert_close(keyed(x), x * current)
+    assert run.stats().hits == keyed.stats().hits == 1

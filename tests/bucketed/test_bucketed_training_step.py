@@ -260,3 +260,46 @@ def test_a_parameter_that_is_added_to_a_group_is_a_change(package: Any) -> None:
     optimizers = Optimizers([opt])
     opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
     assert optimizers.first_change() == "the parameters of an optimizer changed"
+
+
+class CountingSGD(torch.optim.SGD):
+    """Divides by a count of its steps, a Python number, which it keeps in its state, its groups or itself."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.where, self.steps = where, 0
+        self.param_groups[0]["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        self.steps += self.where == "itself"
+        group["steps"] += self.where == "group"
+        for p in group["params"]:
+            state = self.state[p]
+            if self.where == "tensor":
+                state["sum"] = state.get("sum", 0) + p.grad
+                p -= state["sum"] * 0.1
+                continue
+            state["steps"] = state.get("steps", 0) + (self.where == "state")
+            p -= p.grad / max(state["steps"], group["steps"], self.steps)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("where", ["state", "group", "itself", "tensor"])
+@pytest.mark.parametrize("check", ["first", False])
+def test_an_optimizer_that_counts_in_python_steps_once_a_call(where: str, check: Any, device: str) -> None:
+    nets = [Net(device) for _ in range(2)]
+    opts = [CountingSGD(net.parameters(), where) for net in nets]
+    run = st.bucketed(step_of(nets[0], opts[0]), DIMS, check=check)
+    plain = step_of(nets[1], opts[1])
+    for n in (5, 6, 5, 20, 20):
+        x = rows(n, device)
+        assert_same(run(x), plain(x))
+        same_weights(*nets)
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert_same(dict(opts[0].state[p]), dict(opts[1].state[q]))
+        assert (opts[0].steps, opts[0].param_groups[0]["steps"]) == (opts[1].steps, opts[1].param_groups[0]["steps"])
+    if run.stats().mode == "graphs":
+        reason = "it replaces sum" if where == "tensor" else "it replaces steps"
+        assert [reason in given for given in run.stats().fallbacks] == [True]

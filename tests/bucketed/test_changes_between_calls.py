@@ -9,6 +9,7 @@ import pytest
 import torch
 from bucketed_change_cases import CASES, UNWATCHED, everywhere
 from bucketed_changes import Case, Change, Then
+from bucketed_place_cases import PLACES
 from bucketed_rows import DIMS, SEQ, assert_same, assert_same_gradients, rows
 from counted_buckets import Counted
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class Twins:
         return results[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *PLACES], ids=lambda case: case.name)
 def test_a_change_between_two_calls_is_seen(
     case: Case, device: str, counted: Counted, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
