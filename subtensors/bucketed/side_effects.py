@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +34,8 @@ from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor
 
 _log = logging.getLogger("subtensors.bucketed")
+_ACCUMULATION = 1e-3
+"""Seconds in which an accumulation that began before its hook was there has ended."""
 
 ROLLBACK_BYTES = 256 << 20
 """Maximum bytes of the copies that are kept of tensors which a run may write to."""
@@ -158,9 +162,9 @@ class Snapshot:
         self._rng = RngState([*devices, *[t.device for t in state.tensors()]])
         self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
-        self._gradients = [(t, t.grad) for t in leaves]
-        # What other threads do to gradients meanwhile is not undone, unless an optimizer has read them.
+        # What other threads do to gradients from now on is not undone, unless an optimizer has read them.
         self._others = set[int]() if state.optimizers.found else _accumulated_elsewhere(self, leaves)
+        self._gradients = [(t, t.grad) for t in leaves]
         gradients = [g for _, g in self._gradients if g is not None]
         found = {
             id(t): t
@@ -237,15 +241,17 @@ class _Values:
 
 
 def _accumulated_elsewhere(owner: object, leaves: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves, as they come, that other threads accumulate gradients of while `owner` lives."""
+    """Return the ids of the leaves, before they change, that other threads take gradients of while `owner` lives."""
     found, thread = set[int](), threading.get_ident()
 
-    def note(leaf: Tensor) -> None:
+    def note(leaf: int, gradient: Tensor) -> None:
         if threading.get_ident() != thread:
-            found.add(id(leaf))
+            found.add(leaf)
 
-    hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]
+    hooks = [leaf.register_hook(partial(note, id(leaf))) for leaf in leaves]
     weakref.finalize(owner, lambda: [hook.remove() for hook in hooks]).atexit = False
+    if threading.active_count() > 1:
+        time.sleep(_ACCUMULATION)
     return found
 
 
