@@ -263,7 +263,7 @@ def constant(tensor: Tensor) -> LazyValue:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
     value = LazyValue(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
-    value.recorded = _version_and_address(tensor)
+    value.recorded = version_and_address(tensor)
     return value
 
 
@@ -271,11 +271,11 @@ def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """Return the value of a tensor that is chunked along a dim."""
     value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
-    value.recorded = _version_and_address(x)
+    value.recorded = version_and_address(x)
     return value
 
 
-def _version_and_address(tensor: Tensor) -> tuple[int, int] | None:
+def version_and_address(tensor: Tensor) -> tuple[int, int] | None:
     """Return what changes when a tensor is written to or given other memory; None for a tensor without versions."""
     if tensor.is_inference() or (type(tensor) not in PLAIN_TYPES and is_traced(tensor)):
         return None
@@ -303,7 +303,7 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     if tensor.data_ptr() != address:
         again = gathered_again(tensor)
         if again is not None:
-            value.tensor, value.recorded = again, _version_and_address(again)
+            value.tensor, value.recorded = again, version_and_address(again)
             return again
         change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(

@@ -309,3 +309,16 @@ def test_a_program_of_statistics_with_and_without_gradients_equals_the_plain_one
     pairs = zip((mine, *torch.autograd.grad(mine, [h, w])), (theirs, *torch.autograd.grad(theirs, [h, w])), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("select", [lambda x: x[:0], lambda x: x[torch.zeros(12, dtype=torch.bool)]])
+@pytest.mark.parametrize("program", [entropy, selected, several_classes])
+def test_statistics_of_no_rows_are_empty(program: Any, select: Callable[[Tensor], Tensor]) -> None:
+    case = linear_case()
+    w, target = case["w"].requires_grad_(), select(case["target"])
+    mine = program(select(F.linear(st.chunk(case["h"], rows=4), w)), target).sum()
+    assert mine.item() == 0
+    assert not torch.autograd.grad(mine, w)[0].any()
+    rows = program(F.linear(st.chunk(select(case["h"]), rows=4), w), target)
+    assert rows.shape == program(select(F.linear(case["h"], w)), target).shape
+    assert not torch.autograd.grad(rows.sum(), w)[0].any()

@@ -95,3 +95,33 @@ def test_a_weight_whose_memory_was_replaced_is_refused_with_the_way_out() -> Non
     weight.data = torch.zeros(5, 3)
     with pytest.raises(st.RuleError, match=r"given other memory.*realize\(\)"):
         F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("when", ["before the result", "before backward", "before a second backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("squash", [lambda z: z, lambda z: z + z.detach().mean()], ids=["linear", "by rows"])
+def test_a_write_to_class_weights_is_refused_or_without_effect(squash: Any, dtype: torch.dtype, when: str) -> None:
+    torch.manual_seed(0)
+    h, w = torch.randn(17, 8).to(dtype), torch.randn(23, 8).to(dtype).requires_grad_()
+    y, weight = torch.randint(0, 22, (17,)), torch.linspace(0.5, 2, 23).to(dtype)
+
+    def gradient(chunks: bool, when: str) -> Tensor:
+        logits, own = F.linear(st.chunk(h, rows=5) if chunks else h, w), weight.clone()
+        loss = F.cross_entropy(squash(logits), y, own, reduction="sum")
+        if when == "before the result":
+            in_place(own)
+        loss.item()
+        if when == "before backward":
+            in_place(own)
+        out = torch.autograd.grad(loss, w, retain_graph=True)[0]
+        if when == "before a second backward":
+            in_place(own)
+            out = torch.autograd.grad(loss, w)[0]
+        return out
+
+    try:
+        found = gradient(True, when)
+    except RuntimeError as error:
+        assert isinstance(error, st.RuleError) or "modified by an inplace operation" in str(error)
+    else:
+        torch.testing.assert_close(found, gradient(False, "never"), rtol=1e-2, atol=1e-2)
