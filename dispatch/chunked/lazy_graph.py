@@ -88,12 +88,8 @@ def _neutral_modes(grad: bool | None) -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if has_saved_tensor_hooks():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity_hook, _identity_hook))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(identity, identity))
         yield
-
-
-def _identity_hook(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class NeedsMaterialize(RuleError):
@@ -289,7 +285,7 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     """Return the tensor of a replicated value, or None where it is not computed yet.
 
     Raises:
-        RuleError: it was written to after it was recorded, or its memory was freed or replaced.
+        RuleError: since it was recorded it was written to or frozen, or its memory was freed or replaced.
     """
     tensor = value.tensor
     if tensor is None or value.recorded is None:
@@ -310,7 +306,11 @@ def known_tensor(value: LazyValue) -> Tensor | None:
             f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
             f"evaluated; realize() it before that; with FSDP keep the module's weights (reshard_after_forward=False)"
         )
-    return tensor
+    if tensor.requires_grad == value.needs_grad:
+        return tensor
+    if not value.needs_grad:
+        return tensor.detach()
+    raise RuleError("a tensor that was recorded requires grad no longer; realize() the result before that changes")
 
 
 def emit(

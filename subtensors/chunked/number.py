@@ -128,9 +128,8 @@ class ChunkedNumber(LazyTensor):
         named = kwargs or {}
         if func in _PARTS:
             inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
-            for x in (
-                () if inputs is None else tree_leaves(inputs)
-            ):  # before the numbers that they are part of, whose backward passes them then
+            # Before the numbers that they are part of, whose backward passes them then.
+            for x in () if inputs is None else tree_leaves(inputs):
                 _check_unobserved(x)
                 plain(x)
         if any(isinstance(x, (list, tuple, dict)) for x in (*args, *named.values())):

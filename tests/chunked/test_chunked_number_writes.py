@@ -123,6 +123,24 @@ def differentiated_by_a_part(*given: Any) -> Tensor:
     return total * torch.autograd.grad(total, z, retain_graph=True)[0]
 
 
+def differentiated_by_a_part_with_backward(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total = loss + 2 * z
+    torch.autograd.backward([total], inputs=[z], retain_graph=True)
+    total.backward(inputs=z, retain_graph=True)  # type: ignore[no-untyped-call]
+    assert given[1].grad is None
+    return total
+
+
+def retained(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total = loss + 2 * z
+    z.retain_grad()  # type: ignore[no-untyped-call]
+    total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert z.grad is not None
+    return total * z.grad
+
+
 def read_in_inference_mode(*given: Any) -> Tensor:
     loss, z = losses_of(*given)
     with torch.inference_mode():
@@ -138,6 +156,8 @@ USED = [
     increased_beside_a_multiple,
     hooked_before_the_whole_is_read,
     differentiated_by_a_part,
+    differentiated_by_a_part_with_backward,
+    retained,
     read_in_inference_mode,
 ]
 
