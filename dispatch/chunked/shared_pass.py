@@ -45,6 +45,9 @@ def evaluate_number(requested: LazyValue) -> Tensor:
     """
     if requested.tensor is not None:
         return requested.tensor
+    if torch.is_inference_mode_enabled():  # what is computed there never has a backward
+        with torch.inference_mode(False), torch.no_grad():
+            return evaluate_number(requested)
     if requested.waiting is not None:
         return _compute_alone(requested, requested.waiting)
     numbers = _numbers(requested)

@@ -199,8 +199,12 @@ def _is_released(x: ChunkedNumber) -> bool:
 
 
 def _check_unobserved(x: object) -> None:
-    """Raise RuleError for a number that the backward of another one, which was computed with it, will not pass."""
-    if isinstance(x, ChunkedNumber) and _number_ref(x).value.observed is not None:
+    """Raise RuleError for a number that the backward of another one will not pass: a view, or one computed with it."""
+    if not isinstance(x, ChunkedNumber):
+        return
+    if not isinstance(x._ref, NumberRef):
+        raise RuleError("the gradient of a view of a number of chunked rows: take that of the number, or of realize()")
+    if x._ref.value.observed is not None:
         raise RuleError(
             "the gradient of a number of chunked rows that was computed as part of another one: the other's backward "
             "takes one pass, without it; realize() it, register hooks, or call retain_grad() before the other is read"

@@ -62,7 +62,15 @@ def differentiated_by_a_part_after_the_whole_was_read(*given: Any) -> Tensor:
     return total * torch.autograd.grad(total, z, retain_graph=True)[0]
 
 
+def hooked_through_a_view(*given: Any) -> Tensor:
+    loss, _ = losses_of(*given)
+    same = loss.squeeze()
+    same.register_hook(lambda g: g * 0)  # type: ignore[no-untyped-call]
+    return loss + same
+
+
 REFUSED = [
+    hooked_through_a_view,
     scaled_after_a_read,
     clamped_beside_a_multiple,
     divided_through_a_detached_one,
@@ -148,6 +156,13 @@ def read_in_inference_mode(*given: Any) -> Tensor:
     return loss + z
 
 
+def combined_in_inference_mode(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    with torch.inference_mode():
+        assert (loss * 2 + z).item() > 0
+    return loss + z
+
+
 USED = [
     written_after_a_part_was_read,
     used_after_a_write,
@@ -159,6 +174,7 @@ USED = [
     differentiated_by_a_part_with_backward,
     retained,
     read_in_inference_mode,
+    combined_in_inference_mode,
 ]
 
 
