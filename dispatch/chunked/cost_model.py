@@ -174,8 +174,8 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
         accumulate: how dW adds up.
         rates: of the device.
     """
-    rows = min(rows, shape.rows)
-    chunks = math.ceil(shape.rows / rows)
+    rows = max(1, min(rows, shape.rows))
+    chunks = max(1, math.ceil(shape.rows / rows))
     products = 1 + shape.needs_hidden + shape.needs_weight
     element = shape.weight_grad_itemsize
     is_widened = accumulate == "exact" and chunks > 1 and element == shape.itemsize and element < 8

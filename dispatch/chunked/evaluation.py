@@ -213,7 +213,8 @@ def takes_one_pass(requested: LazyValue) -> bool:
 
 def _observe(requested: LazyValue, env: dict[int, Tensor]) -> None:
     """Keep the values of the numbers that a number is made of."""
-    stack, seen = [requested], set[int]()
+    assert requested.node is not None
+    stack, seen = [x for x in requested.node.operands() if isinstance(x, LazyValue)], set[int]()
     while stack:
         value = stack.pop()
         if id(value) in seen or value.combine is not None or value.node is None:

@@ -88,12 +88,8 @@ def _neutral_modes(grad: bool | None) -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if has_saved_tensor_hooks():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity_hook, _identity_hook))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(identity, identity))
         yield
-
-
-def _identity_hook(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class NeedsMaterialize(RuleError):
@@ -263,7 +259,7 @@ def constant(tensor: Tensor) -> LazyValue:
         raise NeedsMaterialize("a tensor without strides", "it can't be recorded")
     value = LazyValue(None, tensor.device, None, None, tensor.requires_grad)
     value.tensor = tensor
-    value.recorded = _version_and_address(tensor)
+    value.recorded = version_and_address(tensor)
     return value
 
 
@@ -271,11 +267,11 @@ def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """Return the value of a tensor that is chunked along a dim."""
     value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
     value.tensor = x
-    value.recorded = _version_and_address(x)
+    value.recorded = version_and_address(x)
     return value
 
 
-def _version_and_address(tensor: Tensor) -> tuple[int, int] | None:
+def version_and_address(tensor: Tensor) -> tuple[int, int] | None:
     """Return what changes when a tensor is written to or given other memory; None for a tensor without versions."""
     if tensor.is_inference() or (type(tensor) not in PLAIN_TYPES and is_traced(tensor)):
         return None
@@ -289,7 +285,7 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     """Return the tensor of a replicated value, or None where it is not computed yet.
 
     Raises:
-        RuleError: it was written to after it was recorded, or its memory was freed or replaced.
+        RuleError: since it was recorded it was written to or frozen, or its memory was freed or replaced.
     """
     tensor = value.tensor
     if tensor is None or value.recorded is None:
@@ -303,14 +299,18 @@ def known_tensor(value: LazyValue) -> Tensor | None:
     if tensor.data_ptr() != address:
         again = gathered_again(tensor)
         if again is not None:
-            value.tensor, value.recorded = again, _version_and_address(again)
+            value.tensor, value.recorded = again, version_and_address(again)
             return again
         change = "given other memory, through `.data` perhaps," if tensor.untyped_storage().nbytes() else "freed"
         raise RuleError(
             f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
             f"evaluated; realize() it before that; with FSDP keep the module's weights (reshard_after_forward=False)"
         )
-    return tensor
+    if tensor.requires_grad == value.needs_grad:
+        return tensor
+    if not value.needs_grad:
+        return tensor.detach()
+    raise RuleError("a tensor that was recorded requires grad no longer; realize() the result before that changes")
 
 
 def emit(

@@ -108,7 +108,7 @@ def match_transforms(logits: LazyValue, through_padding: bool = False) -> Transf
         elif through_padding and node.name in ("fill_padding", "mask_gradient") and _chooses_rows(node.args[0], value):
             value = node.args[1]
             continue
-        elif not (op is aten._to_copy.default and _widens(args[0], value)) and op not in _COPIES:
+        elif not (op is aten._to_copy.default and widens(args[0], value)) and op not in _COPIES:
             break
         value = args[0]
     return TransformedLogits(value, softcap, temperature, tuple(reversed(views)))
@@ -149,8 +149,12 @@ def _softcap_operand(value: LazyValue, factor: float) -> LazyValue | None:
     return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
 
 
-def _widens(old: object, new: LazyValue) -> bool:
-    return isinstance(old, LazyValue) and new.dtype.itemsize >= old.dtype.itemsize and new.device == old.device
+def widens(old: object, new: LazyValue) -> bool:
+    """Return whether a cast between floating dtypes keeps every value."""
+    if not isinstance(old, LazyValue) or not (old.dtype.is_floating_point and new.dtype.is_floating_point):
+        return False
+    is_wider = new.dtype is old.dtype or new.dtype.itemsize > old.dtype.itemsize
+    return is_wider and new.device == old.device
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue
-from subtensors.dispatch.chunked.match_logits import SCALINGS, match_linear_logits, match_transforms
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, is_differentiated
+from subtensors.dispatch.chunked.match_logits import SCALINGS, match_linear_logits, match_transforms, widens
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import Kind, has_rows, record_statistic
 from subtensors.dispatch.chunked.rules.reductions import cast
@@ -87,7 +87,7 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         return None
     op, args = node.op, node.args
     first = args[0]
-    if not isinstance(first, LazyValue) or first.shape[-1:] != value.shape[-1:]:
+    if not isinstance(first, LazyValue) or first.shape[-1:] != value.shape[-1:] or _cuts_gradient(node):
         return None
     if op in _SOFTMAX:
         if args[1] % value.ndim != value.ndim - 1 or not has_rows(first):
@@ -118,10 +118,17 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
     if op in _COPIES and first.shape == value.shape:
         return inner
     if op is aten._to_copy.default:
-        return inner if value.dtype.itemsize >= first.dtype.itemsize and value.dtype.is_floating_point else None
+        return inner if widens(first, value) else None
     if op in (aten.clamp.default, aten.clamp_min.default) and _keeps_all(value, *args[1:]):
         return inner
     return None
+
+
+def _cuts_gradient(node: LazyNode) -> bool:
+    """Return whether a gradient that is recorded now must not flow through an op: it was recorded without."""
+    if node.grad or not is_differentiated():
+        return False
+    return any((x.value if isinstance(x, RowSlice) else x).needs_grad for x in node.operands())
 
 
 _SOFTMAX = {aten._softmax.default: True, aten._log_softmax.default: False}
@@ -149,7 +156,10 @@ def _logits_form(value: LazyValue, logits: LazyValue) -> RowForm | None:
 
 
 def _same_logits(a: LazyValue, b: LazyValue) -> bool:
-    return a is b or (a.shape == b.shape and match_transforms(a) == match_transforms(b))
+    if a is b:
+        return True
+    same_gradient = a.needs_grad == b.needs_grad or not is_differentiated()
+    return same_gradient and a.shape == b.shape and match_transforms(a) == match_transforms(b)
 
 
 def _sum_form(first: LazyValue, second: object, factor: float) -> RowForm | None:
@@ -157,7 +167,7 @@ def _sum_form(first: LazyValue, second: object, factor: float) -> RowForm | None
     if not isinstance(second, LazyValue):
         return None
     logits = _log_sum_exps.get(second)
-    if logits is not None:
+    if logits is not None and (second.needs_grad or not (is_differentiated() and logits.needs_grad)):
         left = row_form(first) or _logits_form(first, logits)
         return None if left is None else left.plus(RowForm(logits, False, log_sum_exp=1.0), factor)
     a, b = row_form(first), row_form(second)

@@ -47,6 +47,8 @@ def _log_softmax_input(scores: LazyValue) -> LazyValue | None:
     logits, dim = node.args[0], node.args[1]
     if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not has_rows(logits):
         return None
+    if torch.is_grad_enabled() and logits.needs_grad and not node.grad:
+        return None
     return logits
 
 

@@ -18,6 +18,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
     NeedsMaterialize,
+    RowSlice,
     emit,
     is_differentiated,
     recording,
@@ -142,7 +143,7 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
     grad = (is_differentiated() or kind == "argmax") and logits.needs_grad
     key = transforms.views, transforms.softcap, transforms.temperature, grad
     operands = () if operand is None else (sliced(operand, layout) if is_class else replicated(operand),)
-    node = _open_node(transforms.base, key, has_vector=kind == "expectation")
+    node = _open_node(transforms.base, key, operand, has_vector=kind == "expectation")
     if node is None:
         op = StatisticsOp(transforms.softcap, transforms.temperature)
         op.statistics.append(Statistic(kind, count, len(operands) - 1))
@@ -159,15 +160,30 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
     return value
 
 
-def _open_node(base: LazyValue, key: object, has_vector: bool) -> LazyNode | None:
-    """Return the op on these logits that a result can be added to; None where there is none."""
+def _open_node(base: LazyValue, key: object, operand: LazyValue | None, has_vector: bool) -> LazyNode | None:
+    """Return the op on these logits that a result of an operand can be added to; None where there is none."""
     for known, reference in _recorded.get(base, ()):
         node = reference()
         if known != key or node is None or not isinstance(node.op, StatisticsOp) or node.op.is_final:
             continue
-        if not (has_vector and any(s.kind == "expectation" for s in node.op.statistics)):
+        if has_vector and any(s.kind == "expectation" for s in node.op.statistics):
+            continue
+        if operand is None or not _reads(operand, node):
             return node
     return None
+
+
+def _reads(value: LazyValue, node: LazyNode) -> bool:
+    """Return whether a value depends on the results of an op."""
+    seen, stack = set[int](), [value.node]
+    while stack:
+        found = stack.pop()
+        if found is node:
+            return True
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            stack.extend((x.value if isinstance(x, RowSlice) else x).node for x in found.operands())
+    return False
 
 
 def untransformed_rows(logits: LazyValue, through_padding: bool = False) -> tuple[TransformedLogits, LazyValue]:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.evaluation import evaluate, takes_one_pass
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, Waiting, known_tensor
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyNode,
+    LazyValue,
+    RowSlice,
+    Waiting,
+    known_tensor,
+    version_and_address,
+)
 from subtensors.dispatch.ops.errors import RuleError
 
 aten = torch.ops.aten
@@ -38,6 +45,9 @@ def evaluate_number(requested: LazyValue) -> Tensor:
     """
     if requested.tensor is not None:
         return requested.tensor
+    if torch.is_inference_mode_enabled():  # what is computed there never has a backward
+        with torch.inference_mode(False), torch.no_grad():
+            return evaluate_number(requested)
     if requested.waiting is not None:
         return _compute_alone(requested, requested.waiting)
     numbers = _numbers(requested)
@@ -47,7 +57,7 @@ def evaluate_number(requested: LazyValue) -> Tensor:
             assert number.waiting is not None
             _compute_alone(number, number.waiting)
     tensor = evaluate(requested)
-    requested.node = None  # which keeps what it reads
+    requested.node, requested.recorded = None, version_and_address(tensor)  # the node keeps what it reads
     if is_joined:
         tensor.register_hook(functools.partial(_release, [weakref.ref(number) for number in numbers]))
     return tensor
@@ -88,7 +98,7 @@ def _compute_alone(number: LazyValue, waiting: Waiting) -> Tensor:
         recorded = number if waiting.shared is None else waiting.shared()
         assert recorded is not None
         tensor = evaluate(recorded)
-    number.tensor = tensor
+    number.tensor, number.recorded = tensor, version_and_address(tensor)
     number.node = number.waiting = None  # which keep what they read
     return tensor
 

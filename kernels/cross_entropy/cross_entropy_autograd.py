@@ -91,7 +91,7 @@ class _LossConfig(NamedTuple):
 class _LinearLossContext(Protocol):
     """The methods of an autograd context that are used here, and the state that forward keeps for backward."""
 
-    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
     config: _LossConfig
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] | None
 
@@ -115,7 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_deferred: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, target, bias)
+        # The weights of the classes, so that a write to them is seen.
+        ctx.save_for_backward(hidden, weight, target, bias, config.options.class_weight)
         ctx.config = config
         ctx.gradients = None if is_deferred else computed[1:]
         return computed.loss
@@ -132,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if upstream is None:
             gradients = (None, None, None)
         elif gradients is None:
-            gradients = ctx.config.compute(*ctx.saved_tensors, upstream)[1:]
+            gradients = ctx.config.compute(*ctx.saved_tensors[:4], upstream)[1:]
         else:
             for gradient in gradients:
                 if gradient is not None:

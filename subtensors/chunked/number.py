@@ -18,10 +18,17 @@ from torch._ops import OpOverload
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, Metadata, number_tensor
 from subtensors.chunked.record_call import handle_torch_dispatch, record_call
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, Waiting
+from subtensors.dispatch.chunked.lazy_graph import (
+    LazyValue,
+    NeedsMaterialize,
+    Waiting,
+    constant,
+    version_and_address,
+)
 from subtensors.dispatch.chunked.shared_pass import evaluate_number
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
 from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks, is_transforming
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -35,6 +42,14 @@ class NumberRef(AliasRef):
         super().__init__(value)
         self.joined: weakref.ref[NumberRef] | None = None
 
+    @property
+    def value(self) -> LazyValue:
+        """The current value: one of its own after a write to the plain tensor, which other numbers must not see."""
+        value = self._value
+        if value.tensor is not None and value.recorded not in (None, version_and_address(value.tensor)):
+            self.write(constant(value.tensor))
+        return self._value
+
     def metadata(self) -> Metadata:
         """Sizes, strides, dtype and device."""
         value = self._value
@@ -46,6 +61,9 @@ class NumberRef(AliasRef):
         Args:
             is_read: whether no gradient of it is needed. A number that is part of another is computed with that one.
         """
+        if torch.is_inference_mode_enabled():  # what is computed there never has a backward
+            with torch.inference_mode(False):
+                return self.tensor(is_read)
         value = self._value
         if is_read and value.tensor is None:
             whole = None if value.observed is not None or self.joined is None else self.joined()
@@ -59,6 +77,8 @@ class NumberRef(AliasRef):
         if value.tensor is None:
             with torch.set_grad_enabled(True):
                 return evaluate_number(value)
+        if value.recorded is None:
+            value.recorded = version_and_address(value.tensor)
         value.node = value.waiting = None  # which keep what they read
         return value.tensor
 
@@ -75,7 +95,8 @@ class ChunkedNumber(LazyTensor):
         return _plain(self, is_read=False)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return repr(self.realize())
+        observed = self._ref.value.observed if self._ref.value.tensor is None else None
+        return repr(self.realize() if observed is None else observed)
 
     @classmethod
     def result_of(cls, value: LazyValue) -> Tensor:
@@ -102,9 +123,15 @@ class ChunkedNumber(LazyTensor):
         is_read = func in _READS
 
         def plain(x: PyTree) -> PyTree:
-            return _plain(x, is_read) if isinstance(x, ChunkedNumber) else x
+            return _plain(x, is_read or (func is Tensor.cpu and _is_released(x))) if isinstance(x, ChunkedNumber) else x
 
         named = kwargs or {}
+        if func in _PARTS:
+            inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
+            # Before the numbers that they are part of, whose backward passes them then.
+            for x in () if inputs is None else tree_leaves(inputs):
+                _check_unobserved(x)
+                plain(x)
         if any(isinstance(x, (list, tuple, dict)) for x in (*args, *named.values())):
             args, named = tree_map((args, named), plain)
         return func(*map(plain, args), **{key: plain(x) for key, x in named.items()})
@@ -157,13 +184,36 @@ def result_of_rows(value: LazyValue) -> Tensor:
     return number_of(value)
 
 
-def _plain(x: ChunkedNumber, is_read: bool) -> Tensor:
-    """Return the plain tensor in place of a number, connected to the function that returned the number itself."""
+def _number_ref(x: ChunkedNumber) -> NumberRef:
     ref = x._ref
     while not isinstance(ref, NumberRef):  # a view that torch made of it
         assert ref.base is not None
         ref = ref.base
-    tensor = ref.tensor(is_read)
+    return ref
+
+
+def _is_released(x: ChunkedNumber) -> bool:
+    """Return whether a number has a value only, since the backward of one that it was part of has run."""
+    value = _number_ref(x).value
+    return value.tensor is None and value.node is None and value.observed is not None
+
+
+def _check_unobserved(x: object) -> None:
+    """Raise RuleError for a number that the backward of another one will not pass: a view, or one computed with it."""
+    if not isinstance(x, ChunkedNumber):
+        return
+    if not isinstance(x._ref, NumberRef):
+        raise RuleError("the gradient of a view of a number of chunked rows: take that of the number, or of realize()")
+    if x._ref.value.observed is not None:
+        raise RuleError(
+            "the gradient of a number of chunked rows that was computed as part of another one: the other's backward "
+            "takes one pass, without it; realize() it, register hooks, or call retain_grad() before the other is read"
+        )
+
+
+def _plain(x: ChunkedNumber, is_read: bool) -> Tensor:
+    """Return the plain tensor in place of a number, connected to the function that returned the number itself."""
+    tensor = (x._ref if isinstance(x._ref, NumberRef) else _number_ref(x)).tensor(is_read)
     with torch._C.DisableTorchFunctionSubclass():
         function = x.grad_fn
     if function is None:
@@ -189,8 +239,8 @@ def _join(parts: Args, whole: Tensor) -> None:
     own = whole._ref if isinstance(whole, ChunkedNumber) else None
     for part in parts:
         ref = part._ref if isinstance(part, ChunkedNumber) else None
-        if isinstance(ref, NumberRef) and isinstance(own, NumberRef) and ref is not own:
-            ref.joined = weakref.ref(own)
+        if isinstance(ref, NumberRef) and isinstance(own, NumberRef):
+            ref.joined = None if ref is own else weakref.ref(own)
 
 
 def _may_update(x: object) -> bool:
@@ -227,6 +277,13 @@ _METADATA |= {getattr(Tensor, name).__get__ for name in _GETTERS.split()}
 
 _READS = _functions(
     """item tolist detach isnan isfinite isinf __float__ __int__ __bool__ __index__ __format__ __lt__ __gt__
-    __le__ __ge__"""
+    __le__ __ge__ __eq__ __ne__ lt gt le ge eq ne"""
 )
 """Functions that need no gradient of the number."""
+
+_READS.add(Tensor.data.__get__)  # type: ignore[attr-defined]
+
+_BACKWARDS: set[object] = {torch.autograd.backward, Tensor.backward}
+
+_PARTS = _BACKWARDS | {torch.autograd.grad} | _functions("register_hook retain_grad")
+"""Functions that ask for the gradient of the numbers that they are given, or those of them that are inputs."""

@@ -255,8 +255,12 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
     grad = torch.is_grad_enabled()
     dtype = loss_dtype(logits.dtype, logits.device.type)
 
+    weight = None if options.class_weight is None else constant(options.class_weight)
+
     def alone() -> Tensor | None:
         known = known_tensor(lazy_target)
+        if weight is not None:
+            known_tensor(weight)  # which checks that nothing was written to it
         return None if known is None else lowered_cross_entropy(logits, known, options, dtype, grad)
 
     def shared() -> LazyValue | None:

@@ -200,3 +200,125 @@ def test_statistics_can_be_asked_for_after_others_were_computed() -> None:
     theirs = second + selected(plain, case["target"]).sum()
     for a, b in zip(torch.autograd.grad(mine, [h, w]), torch.autograd.grad(theirs, [h, w]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def ratio_to_the_same_policy(z: Tensor, t: Tensor) -> Tensor:
+    new = z.log_softmax(-1).gather(-1, t[:, None])
+    with torch.no_grad():
+        old = z.log_softmax(-1)
+    return -(new - old.gather(-1, t[:, None])).exp().mean()
+
+
+def probabilities_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    log_p = z.log_softmax(-1)
+    with torch.no_grad():
+        p = log_p.exp()
+    return (p * log_p).sum(-1).mean()
+
+
+def log_sum_exp_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        total = z.logsumexp(-1, keepdim=True)
+    return (z - total).gather(-1, t[:, None]).mean()
+
+
+def log_softmax_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        log_p = z.log_softmax(-1)
+    return F.nll_loss(log_p, t) * 2 + z.logsumexp(-1).mean()
+
+
+def difference_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        log_p = z - z.logsumexp(-1, keepdim=True)
+    return (log_p.exp() * z).sum(-1).mean()
+
+
+def logits_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        cold = z / 0.5
+    return (F.softmax(z / 0.5, -1) * cold).sum(-1).mean()
+
+
+def entropy_without_gradients(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight = entropy(z, t)
+    return (weight * z.log_softmax(-1).gather(-1, t[:, None])[:, 0]).mean()
+
+
+def detached(z: Tensor, t: Tensor) -> Tensor:
+    log_p = z.log_softmax(-1)
+    return (log_p.detach().exp() * log_p).sum(-1).mean() + (z - z.detach().logsumexp(-1, keepdim=True)).exp().mean()
+
+
+def of_the_largest_class(z: Tensor, t: Tensor) -> Tensor:
+    return z.log_softmax(-1).gather(-1, z.argmax(-1, keepdim=True)).mean()
+
+
+def of_the_mode(z: Tensor, t: Tensor) -> Tensor:
+    policy = torch.distributions.Categorical(logits=z, validate_args=False)
+    return (policy.log_prob(policy.mode) + policy.entropy()).mean()
+
+
+def of_neighbours_of_the_largest_class(z: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        best = z.argmax(-1, keepdim=True)
+        near = z.log_softmax(-1).gather(-1, (best + 1) % 20)
+    chosen = (best + (near > -3)) % 20
+    return z.log_softmax(-1).gather(-1, chosen).mean() + z.gather(-1, best).square().mean() + z.logsumexp(-1).mean()
+
+
+STATISTICS_OF_STATISTICS = [of_the_largest_class, of_the_mode, of_neighbours_of_the_largest_class]
+
+
+def of_truncated_logits(z: Tensor, t: Tensor) -> Tensor:
+    rounded = z.long().double()
+    return rounded.logsumexp(-1).mean() + z.mean() + rounded.log_softmax(-1).gather(-1, t[:, None]).mean()
+
+
+def cross_entropy_of_truncated_logits(z: Tensor, t: Tensor) -> Tensor:
+    rounded = z.long().double()
+    return F.cross_entropy(rounded, t) * z.mean() + F.nll_loss(rounded.log_softmax(-1), t)
+
+
+TRUNCATED = [of_truncated_logits, cross_entropy_of_truncated_logits]
+
+WITHOUT_GRADIENTS = [
+    ratio_to_the_same_policy,
+    probabilities_without_gradients,
+    log_sum_exp_without_gradients,
+    log_softmax_without_gradients,
+    difference_without_gradients,
+    logits_without_gradients,
+    entropy_without_gradients,
+    detached,
+]
+
+
+@pytest.mark.parametrize("program", [*WITHOUT_GRADIENTS, *STATISTICS_OF_STATISTICS, *TRUNCATED])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.usefixtures("blocks")
+def test_a_program_of_statistics_with_and_without_gradients_equals_the_plain_one(program: Any, compiled: bool) -> None:
+    def loss(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        return program(F.linear(st.chunk(h, rows=5), w), target)  # type: ignore[no-any-return]
+
+    case = {name: x.double() if x.is_floating_point() else x for name, x in linear_case().items()}
+    h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
+    mine = (torch.compile(loss, backend="aot_eager") if compiled else loss)(h, w, case["target"])
+    theirs = program(F.linear(h, w), case["target"])
+    pairs = zip((mine, *torch.autograd.grad(mine, [h, w])), (theirs, *torch.autograd.grad(theirs, [h, w])), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("select", [lambda x: x[:0], lambda x: x[torch.zeros(12, dtype=torch.bool)]])
+@pytest.mark.parametrize("program", [entropy, selected, several_classes])
+def test_statistics_of_no_rows_are_empty(program: Any, select: Callable[[Tensor], Tensor]) -> None:
+    case = linear_case()
+    w, target = case["w"].requires_grad_(), select(case["target"])
+    mine = program(select(F.linear(st.chunk(case["h"], rows=4), w)), target).sum()
+    assert mine.item() == 0
+    assert not torch.autograd.grad(mine, w)[0].any()
+    rows = program(F.linear(st.chunk(select(case["h"]), rows=4), w), target)
+    assert rows.shape == program(select(F.linear(case["h"], w)), target).shape
+    assert not torch.autograd.grad(rows.sum(), w)[0].any()
