@@ -37,9 +37,16 @@ from subtensors.optim.capture import Capture, new_capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
-from subtensors.optim.provisional_state import is_checkpoint_step, make_state
 from subtensors.optim.state import Declaration, Initializer, swapped_averages
-from subtensors.optim.state_dict import copied_state, drop_state, loading, restore_state, saved_state
+from subtensors.optim.state_dict import (
+    copied_state,
+    drop_state,
+    is_checkpoint_step,
+    loading,
+    make_state,
+    restore_state,
+    saved_state,
+)
 from subtensors.optim.step import StepFunction, Updater, accumulates, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States

@@ -2,6 +2,10 @@
 
 Torch's `load_state_dict` would cast all state to the dtype of its parameter, masters included. So each parameter's
 state goes through it wrapped, as an object that torch doesn't know and leaves alone, and is unwrapped after it.
+
+torch.distributed.checkpoint learns what state a new optimizer will have from a step with gradients of zero and each
+`lr` at 0. That step counts for nothing here: it makes the state that a first step would start from, and no more. What
+`lr` decides would start wrong, so such provisional state is made again when it is saved, and dropped by a step.
 """
 
 from __future__ import annotations
@@ -15,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
 from subtensors.optim import accumulation
-from subtensors.optim.accumulation import GRADIENT, Group
+from subtensors.optim.accumulation import GRADIENT, Group, Groups
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import ParamGroup, complete_group
-from subtensors.optim.provisional_state import make_state
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, Declaration, StateFactory, needed_entries
-from subtensors.optim.step import SteppedOptimizer, Updater
+from subtensors.optim.step import SteppedOptimizer, Updater, accumulates
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
 
@@ -215,3 +219,29 @@ def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: Sta
 def _plain(value: object) -> object:
     """A value as torch's optimizers keep it: the same memory, without being marked as static or in an arena."""
     return value.data if isinstance(value, Tensor) and (type(value) is not Tensor or vars(value)) else value
+
+
+def is_checkpoint_step(groups: Groups) -> bool:
+    """Return whether the current step, of an optimizer without state, is one that only asks for state."""
+    return all(_is_zero(group.get("lr", 0.0)) for group in groups) and is_initializing_state()
+
+
+def make_state(groups: Groups, factory: StateFactory, names_gradients: bool = False) -> None:
+    """Create the state of all parameters that can have a gradient.
+
+    Args:
+        groups: the parameter groups.
+        factory: makes the state, and puts it where it belongs.
+        names_gradients: put an entry for accumulated gradients into it, if there may be some: a flattened checkpoint
+            is searched for the names that are here.
+    """
+    for group in groups:
+        params = [p for p in group["params"] if p.requires_grad]
+        factory.create_group(params, group)
+        for p in params if names_gradients and accumulates(groups) else ():
+            factory.state[p][GRADIENT] = p.grad
+
+
+def _is_zero(lr: object) -> bool:
+    # One on a device would have to be read, and is replaced by one on the CPU for such a step.
+    return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
