@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from subtensors.dispatch.ops.dims import DimMap, Labels, Operand, carried, dim_rule, labels_of, listed, normalized
+from subtensors.dispatch.ops.errors import UnsupportedCall
 
 aten = torch.ops.aten
 
@@ -58,6 +59,8 @@ def expand(x: Operand, size: Sequence[int]) -> DimMap:
 @dim_rule(aten.view.default, aten.view_copy.default, aten._unsafe_view, aten.reshape, aten._reshape_copy)
 def reshape(x: Operand, size: Sequence[int]) -> DimMap:
     """Dims merged and split, and the others kept: those with as many elements before them and behind."""
+    if not all(isinstance(n, int | torch.SymInt) for n in size):
+        raise UnsupportedCall("a size of its shape is the value of a tensor")
     new, elements = [*size], math.prod(x.shape)
     if -1 in new:
         rest = -math.prod(new)

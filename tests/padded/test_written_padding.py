@@ -59,6 +59,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "an infinite slope": lambda x: F.leaky_relu(x, math.inf).sum(),
     "an infinite multiple": lambda x: torch.add(x, x, alpha=math.inf).sum(),
     "a size assigned": size_as_value,
+    "a size that is a tensor's value": lambda x: x[None].view(1, (x > 0).sum()),
     "a size as the value of a border": lambda x: F.pad(x, (0, 1), value=x.shape[0]),
     "a size as the value of a new tensor": lambda x: x.new_full((2,), x.shape[0]),
 }
