@@ -20,6 +20,7 @@ from subtensors.dispatch.chunked.linear_loss import (
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.sharded_head import own_head
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.runtime.graph_lifetime import to_device
 
 
 def lowered_cross_entropy(
@@ -56,9 +57,9 @@ def lowered_cross_entropy(
         weight, bias = evaluate(head.weight), None if head.bias is None else evaluate(head.bias)
     if logits.dtype == torch.float64 != hidden.dtype:
         return None  # the kernels compute in a narrower dtype than was requested
-    valid = layout.valid_positions()
-    if valid is not None and valid.numel():
-        valid = valid.to(hidden.device)
+    positions = layout.positions_with_values()
+    if positions is not None and positions.size:
+        valid = to_device(positions, hidden.device)  # which the host does not wait for
         hidden, target = hidden.index_select(0, valid), target.index_select(0, valid)
     options = found.transforms.applied_to(options)
     return linear_cross_entropy_loss(hidden, weight, bias, target, options, layout, needs_grad, dtype, head.shard)

@@ -227,13 +227,13 @@ class RowLayout:
         start, stop = span
         return min(max(start * unit // group - first, 0), size), min(max(stop * unit // group - first, 0), size)
 
-    def valid_positions(self) -> Tensor | None:
-        """Return the positions whose rows are not padding alone: (n,) int64 on the host; None where all may be."""
+    def positions_with_values(self) -> npt.NDArray[np.int64] | None:
+        """Return the positions whose rows are not padding alone, (n,); None where all may be."""
         is_valid = self.axis.is_valid
         if is_valid is None or self.group > 1:
             return None
         rows = (np.arange(self.size) + self.start) // self.unit.numerator
-        return torch.from_numpy(np.flatnonzero(np.tile(is_valid[rows], self.runs)))
+        return np.flatnonzero(np.tile(is_valid[rows], self.runs))
 
     def size_in(self, span: tuple[int, int]) -> int:
         """Return the size of the dim in a chunk of rows."""

@@ -53,7 +53,7 @@ class _FromShards:
     """
 
     is_own = False
-    """Whether it returns the shard."""
+    """True if it returns the shard."""
     __name__ = "gather_shards"
 
     def __init__(self, x: DTensor, grad: bool) -> None:

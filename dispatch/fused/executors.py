@@ -144,7 +144,7 @@ class ExecutionPlan:
         # Where a group runs the function itself, the tensors that it writes are not known.
         is_known = len(self.groups) == len(traces) > 1
         written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else ()
-        self._overlap = WrittenOverlap(written)
+        self._overlap = WrittenOverlap(written, f"runs as {self.fallback.describe()}")
 
     def match(self, columns: Columns) -> Addresses | None:
         """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
@@ -168,7 +168,7 @@ class ExecutionPlan:
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Return whether a group writes memory of another one, or an element that of another."""
-        return self._overlap.check(columns, f"runs as {self.fallback.describe()}")
+        return self._overlap.check(columns)
 
     def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Run one group after the other; their results in the order of all elements."""

@@ -150,20 +150,20 @@ class WrittenOverlap:
 
     Args:
         stored: the indices of the columns that are written.
+        note: logged where they overlap.
     """
 
-    def __init__(self, stored: Collection[int]) -> None:
-        self._stored = stored
+    def __init__(self, stored: Collection[int], note: str = "") -> None:
+        self._stored, self._note = stored, note
         self._layout: tuple[np.ndarray, np.ndarray] | None = None
         """For each tensor, the bytes from its first element to the end of its last, and whether it is written."""
         self._last: tuple[list[Sequence[object]], bool] = [], False
 
-    def check(self, columns: Columns, note: str = "", known: Addresses | None = None) -> bool:
+    def check(self, columns: Columns, known: Addresses | None = None) -> bool:
         """Return whether memory of a stored column overlaps that of another column or element.
 
         Args:
             columns: with the shapes, dtypes and strides of those of the first call.
-            note: logged where they overlap.
             known: the addresses of the columns, as far as they were read.
         """
         if not self._stored:
@@ -173,8 +173,8 @@ class WrittenOverlap:
         last = self._last  # another thread may replace it
         if addresses != last[0]:
             last = self._last = addresses, self._find(columns)
-            if last[1] and note:
-                logger.info("%s", note)
+            if last[1] and self._note:
+                logger.info("%s", self._note)
         return last[1]
 
     def _find(self, columns: Columns) -> bool:

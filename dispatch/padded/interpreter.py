@@ -88,7 +88,7 @@ class PaddedCall(BoundCall[PaddedValue]):
         super().__init__(op, args, kwargs, PaddedValue)
         self.unchanged: PyTree = None
         self.reads_sizes = False
-        """Whether the rule asked the host for a true size, so that its outcome is one of these sizes alone."""
+        """True if the rule asked the host for a true size: its outcome is one of these sizes alone."""
         """The result of the op on the operands' own storages; None until it has run on them."""
         self.is_across = False
         """True if the op combines positions of a padded dim, by its dimension map."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.fused.codegen import Kernel
-from subtensors.kernels.fused.launch import Integers
+from subtensors.kernels.fused.launch import Integers, kept
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
 
@@ -88,14 +88,11 @@ class GradNormGrid:
 
     def workspace(self, key: int | None) -> tuple[Tensor, Tensor]:
         """Partial sums, and the atomic counter, which launches leave at zero; the key as of `launch.Grid.workspace`."""
-        known = self._workspaces.get(key) if key is not None else None
-        if known is not None:
-            return known
-        made = (
-            torch.empty(self.programs, dtype=torch.int64, device=self.device),
-            torch.zeros(1, dtype=torch.int32, device=self.device),
-        )
-        return made if key is None else self._workspaces.setdefault(key, made)
+        return kept(self._workspaces, key, self._new_workspace)
+
+    def _new_workspace(self) -> tuple[Tensor, Tensor]:
+        partials = torch.empty(self.programs, dtype=torch.int64, device=self.device)
+        return partials, torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def forget(self, key: int) -> None:
         """Free the workspace of this number."""

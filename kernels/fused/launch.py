@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from subtensors.kernels.fused.segment_writer import ADDRESSED
 from subtensors.kernels.fused.segments import plan_segments, slot_count
 from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.kernels.runtime.graph_lifetime import to_device
-from subtensors.kernels.runtime.launcher import Launch, multiprocessors, prepare_launch
+from subtensors.kernels.runtime.launcher import Launch, is_capturing, multiprocessors, prepare_launch
 
 LANES = 128
 """Tensors a program of a tensor segment."""
@@ -39,6 +39,8 @@ ALIGNMENT = 16
 
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+W = TypeVar("W")
 
 Exchange = Callable[[Tensor, str], None]
 """Combines the partial results of several processes for each tensor: float64 or int64 to be written in place, and the
@@ -132,9 +134,18 @@ class Workspace:
         return [memory.data_ptr() for memory in (self.slots, self.partials, self.counters)]
 
 
+def kept(known: dict[int, W], key: int | None, make: Callable[[], W]) -> W:
+    """Return the workspace of a key, made where there is none; without a key, a new one that is not kept."""
+    if key is None:
+        return make()
+    found = known.get(key)
+    # Another thread may make it meanwhile, and launch with that.
+    return known.setdefault(key, make()) if found is None else found
+
+
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """Return an event of the copies made so far on the current stream; None in a capture, whose graph makes them."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or is_capturing(device):
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
@@ -196,19 +207,18 @@ class Grid:
             key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
                 launch, and what is zeroed in it is so only once it has run.
         """
-        known = self._workspaces.get(key) if key is not None else None
-        if known is not None:
-            return known
-        if key is not None and self._ready is not None:  # the stream may be another one than that of the tiles
+        return kept(self._workspaces, key, self._new_workspace)
+
+    def _new_workspace(self) -> Workspace:
+        # The stream may be another one than that of the tiles. In a capture, they were there before.
+        if self._ready is not None and not is_capturing(self.device):
             self._ready.wait()
         needed = self.kernels.slots * self.count, self.kernels.reductions * self.chunks.total
         slots, partials = (torch.empty(max(n, 1), dtype=torch.int64, device=self.device) for n in needed)
         # Where nothing is reduced, nothing is counted: a graph needs no node for it.
         make = torch.zeros if self.kernels.reductions else torch.empty
         counters = make(max(self.count, 1), dtype=torch.int32, device=self.device)
-        made = Workspace(slots, partials, counters)
-        # Another thread may have made it meanwhile, and launch with that.
-        return made if key is None else self._workspaces.setdefault(key, made)
+        return Workspace(slots, partials, counters)
 
     def forget(self, key: int) -> None:
         """Free the workspace of this number."""

@@ -89,7 +89,7 @@ class GraphCache:
         self.no_graph_reason = ""
         """The reason why nothing is captured any more, or ""."""
         self.notes: Counter[str] = Counter()
-        """What costs graphs without a fallback, and how often it was seen."""
+        """Events that cost graphs without a fallback, and how often each was seen."""
         self._wasted_recaptures = self._hits_before = 0
         self._captures_without_run: dict[BucketKey, bool] = {}
         """For each captured family of calls, whether it can be captured at another size without being run first."""

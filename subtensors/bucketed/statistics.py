@@ -108,7 +108,7 @@ class Statistics:
     checked: int = 0
     not_checked: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
-    """What costs graphs without a fallback, such as a recapture, and how often it was seen."""
+    """Events that cost graphs without a fallback, such as a recapture, and how often each was seen."""
 
     @property
     def calls(self) -> int:

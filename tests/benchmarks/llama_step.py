@@ -45,7 +45,7 @@ SIZES: dict[bool, dict[str, Any]] = {
         "intermediate_size": 24,
     },
 }
-"""Of Llama-3.2-1B, and of a tiny model."""
+"""Sizes of Llama-3.2-1B, and of a tiny model, by whether they are tiny."""
 
 MODULE = "transformers.models.llama.modeling_llama"
 

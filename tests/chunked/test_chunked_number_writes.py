@@ -1,4 +1,4 @@
-"""What is done to a number of chunked rows is seen by those made of it, as in plain torch, or refused."""
+"""Writes to a number of chunked rows are seen by the numbers made of it, as in plain torch, or refused."""
 
 from __future__ import annotations
 
