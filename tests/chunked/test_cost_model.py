@@ -153,40 +153,20 @@ def test_fewer_rows_never_take_more_memory(shape: LossShape, rows: tuple[int, in
     assert few.bytes <= many.bytes
 
 
-def properties(name: str, major: int, minor: int, **others: int) -> SimpleNamespace:
-    return SimpleNamespace(name=name, major=major, minor=minor, **others)
+PROPERTIES = "name major minor multi_processor_count clock_rate memory_clock_rate memory_bus_width".split()
 
-
-DEVICES = {
-    "an H100": (
-        properties(
-            "NVIDIA H100 80GB HBM3",
-            *(9, 0),
-            multi_processor_count=132,
-            clock_rate=1980000,
-            memory_clock_rate=2619000,
-            memory_bus_width=5120,
-        ),
-        (687e12, 3.15e12, 132),
-    ),
-    "an A100": (
-        properties(
-            "NVIDIA A100-SXM4-80GB",
-            *(8, 0),
-            multi_processor_count=108,
-            clock_rate=1410000,
-            memory_clock_rate=1593000,
-            memory_bus_width=5120,
-        ),
-        (200e12, 1.92e12, 108),
-    ),
-    "one that torch says little of": (properties("NVIDIA H100", 9, 0), (H200.flops, H200.bandwidth, 132)),
+DEVICES: dict[str, tuple[tuple[object, ...], tuple[float, float, int]]] = {
+    "an H100": (("NVIDIA H100 80GB HBM3", 9, 0, 132, 1980000, 2619000, 5120), (687e12, 3.15e12, 132)),
+    "an A100": (("NVIDIA A100-SXM4-80GB", 8, 0, 108, 1410000, 1593000, 5120), (200e12, 1.92e12, 108)),
+    "one that torch says little of": (("NVIDIA H100", 9, 0), (H200.flops, H200.bandwidth, 132)),
 }
+"""The properties of a device, and the rates that follow, to three digits."""
 
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_rates_are_those_of_the_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, (flops, bandwidth, multiprocessors) = DEVICES[case]
+    told, (flops, bandwidth, multiprocessors) = DEVICES[case]
+    found = SimpleNamespace(**dict(zip(PROPERTIES, told, strict=False)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.version, "hip", None)
     rates = device_rates.__wrapped__(torch.device("cuda", 0))
