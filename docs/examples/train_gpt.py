@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 
 import subtensors as st
 from demo.model import GPT, Size
-from demo.text import IGNORED, Batches, corpus, tokenized
+from demo.text import IGNORED, Batches, corpus, parts, tokenized
 from subtensors.bucketed.runner import Bucketed
 
 HELD_OUT = 20
@@ -94,9 +94,9 @@ class Data:
 
     def __init__(self, plan: Plan) -> None:
         documents, self.vocabulary = tokenized(corpus(plan.corpus_bytes), plan.token_bytes)
-        held_out = documents[::HELD_OUT]
-        known = {document.numpy().tobytes() for document in held_out}
-        training = [document for document in documents if document.numpy().tobytes() not in known]
+        held_out = parts(documents[::HELD_OUT], plan.size.context)
+        known = {part.numpy().tobytes() for part in held_out}
+        training = [part for part in parts(documents, plan.size.context) if part.numpy().tobytes() not in known]
         self.training = Batches(training, plan.batch, plan.size.context, plan.seed)
         self.evaluation = Batches(held_out, plan.batch, plan.size.context, plan.seed)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as some
 from torch import Tensor
 
@@ -89,18 +89,24 @@ def test_a_complex_program_on_a_chunked_tensor_equals_the_plain_one(
     torch.manual_seed(0)
     x, w = (torch.randn(size, dtype=dtype) for size in sizes)
 
+    largest = 1.0  # of what may cancel
+
     def program(x: Tensor, w: Tensor) -> Tensor:
+        nonlocal largest
         y = multiply(x, w)
-        for name in steps:
+        for name in ["nothing", *steps]:
             y = STEPS[name](y) if y.ndim else y
+            if not isinstance(y, st.ChunkedTensor):
+                largest = max(largest, float(y.detach().abs().max()))
         return ENDS[end](y)
 
-    found = results(program, x, w, dim=dim % x.ndim, rows=3)
     expected = results(program, x, w)
+    assume(all(e.isfinite().all() for e in expected))
+    found = results(program, x, w, dim=dim % x.ndim, rows=3)
     rounding = torch.finfo(dtype).eps
     for f, e in zip(found, expected, strict=True):
         assert f.dtype == e.dtype
-        torch.testing.assert_close(f, e, rtol=0, atol=400 * rounding * max(1.0, float(e.abs().max())))
+        torch.testing.assert_close(f, e, rtol=0, atol=400 * rounding * max(largest, float(e.abs().max())))
 
 
 @pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])

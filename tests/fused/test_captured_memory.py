@@ -68,8 +68,10 @@ def test_the_scalars_of_a_graph_have_their_memory_until_the_launch(
     assert p[0].tolist() == [3.0] * 5
 
 
-def test_no_eager_call_works_in_memory_that_a_graph_zeroes(kernels: None, request: pytest.FixtureRequest) -> None:
-    fusion, p = FusedFunction(normalised), column(1.0, 2.0)
+def test_no_eager_call_works_in_memory_that_a_graph_zeroes(
+    device: str, kernels: None, request: pytest.FixtureRequest
+) -> None:
+    fusion, p = FusedFunction(normalised), column(1.0, 2.0, device=device)
     fusion.explain(p, 0.5)  # makes the plan, and runs nothing
     (executor,) = groups(fusion)
     request.getfixturevalue("captured")
@@ -78,19 +80,21 @@ def test_no_eager_call_works_in_memory_that_a_graph_zeroes(kernels: None, reques
     assert [float(s) for s in sums] == [5.0, 10.0]
 
 
-def test_no_later_step_reads_what_a_graph_fills_for_its_norm(kernels: None, request: pytest.FixtureRequest) -> None:
-    w = Parameter(torch.ones(5))
-    w.grad = torch.ones(5)
+def test_no_later_step_reads_what_a_graph_fills_for_its_norm(
+    device: str, kernels: None, request: pytest.FixtureRequest
+) -> None:
+    w = Parameter(torch.ones(5, device=device))
+    w.grad = torch.ones_like(w)
     optimizer = st.optim.SGD([w], lr=1.0, max_norm=1.0)
     request.getfixturevalue("captured")
     optimizer.step()
     assert optimizer._updater.norm._sweeps == {}
-    torch.testing.assert_close(w.detach(), torch.full((5,), 1 - 5**-0.5))
+    torch.testing.assert_close(w.detach(), torch.full_like(w, 1 - 5**-0.5))
 
 
-def test_a_launch_that_is_repeated_is_of_the_calls_own_addresses(kernels: None) -> None:
+def test_a_launch_that_is_repeated_is_of_the_calls_own_addresses(device: str, kernels: None) -> None:
     """Another thread may have called with other tensors in between."""
-    fusion, mine, others = FusedFunction(added), column(0.0), column(0.0)
+    fusion, mine, others = FusedFunction(added), column(0.0, device=device), column(0.0, device=device)
     fusion(mine, 1.0)
     fusion(others, 1.0)
     (executor,) = groups(fusion)
@@ -99,9 +103,11 @@ def test_a_launch_that_is_repeated_is_of_the_calls_own_addresses(kernels: None) 
     assert table.addresses == [[mine[0].data_ptr()]]
 
 
-def test_threads_that_make_the_same_workspace_share_one(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_make_the_same_workspace_share_one(
+    device: str, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fusion = FusedFunction(normalised)
-    fusion(column(1.0), 0.5)
+    fusion(column(1.0, device=device), 0.5)
     grid = groups(fusion)[0].grid
     made, empty = [], torch.empty
 

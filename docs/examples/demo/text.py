@@ -70,6 +70,17 @@ def tokenized(documents: list[bytes], width: int = 1) -> tuple[list[Tensor], int
     return list(numbers.split(lengths)), len(distinct)
 
 
+def parts(documents: list[Tensor], context: int) -> list[Tensor]:
+    """Return documents cut into parts that a context holds.
+
+    Consecutive parts share a token, which is the last target of one and the first input of the next.
+
+    >>> parts([torch.arange(6), torch.arange(2)], context=4)
+    [tensor([0, 1, 2, 3, 4]), tensor([4, 5]), tensor([0, 1])]
+    """
+    return [d[start : start + context + 1] for d in documents for start in range(0, len(d) - 1, context)]
+
+
 class Batches:
     """Batches of documents, a function of the seed and the step alone.
 
@@ -89,9 +100,7 @@ class Batches:
     """
 
     def __init__(self, documents: list[Tensor], batch: int, context: int, seed: int) -> None:
-        # Consecutive parts share a token, which is the last target of one and the first input of the next.
-        parts = (d[start : start + context + 1] for d in documents for start in range(0, len(d) - 1, context))
-        self.documents = list(parts)
+        self.documents = parts(documents, context)
         self.batch, self.seed = batch, seed
         self.per_epoch = len(self.documents) // batch
         if not self.per_epoch:
