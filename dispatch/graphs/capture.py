@@ -41,6 +41,7 @@ class _Segment(TypedDict):
     address: int
     total_size: int
     active_size: int
+    segment_pool_id: PoolHandle
 
 
 def new_graph(device: torch.device) -> torch.cuda.CUDAGraph:
@@ -217,8 +218,10 @@ def active_bytes(pool: PoolHandle) -> int:
 
 
 def _segments(pool: PoolHandle) -> list[_Segment]:
-    segments: list[_Segment] = torch.cuda.memory_snapshot(pool, include_traces=False)
-    return segments
+    # Asked for one pool, torch releases its handle's numbers once too often: a crash, once a process has 256 pools
+    # (github.com/pytorch/pytorch/pull/196366, open in September 2026).
+    segments: list[_Segment] = torch.cuda.memory_snapshot(include_traces=False)
+    return [segment for segment in segments if segment["segment_pool_id"] == pool]
 
 
 def make_workspaces(device: torch.device) -> None:

@@ -98,7 +98,13 @@ class TrueSizes:
             source = source.pin_memory()
         self.values.copy_(source, non_blocking=True)
         self._host = tuple(host)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the masks and values of expressions that were computed so far, and free their memory."""
         self.masks.clear()
+        self.attention_masks.clear()
+        self._values_by_size.clear()
 
     def of(self, size: Size) -> Tensor:
         """The value of an expression on the device: () or (rows,) int64."""

@@ -37,9 +37,18 @@ class State:
 
     def __init__(self, program: Callable[..., object], key: object = None) -> None:
         self._program, self.key = program, key
+        self.caller: int | None = None
+        """The last thread that called the program."""
+        self.is_shared = False
+        """Whether several threads called it."""
         self._written: set[int] | None = set()
         """Ids of the tensors that the program was seen to write to; None if torch does not count writes."""
         self.take_snapshot()
+
+    def note_caller(self, thread: int) -> None:
+        """Note a call that this thread makes."""
+        self.is_shared |= self.caller not in (None, thread)
+        self.caller = thread
 
     def take_snapshot(self) -> None:
         """Take a new snapshot: the present state counts as the captured one."""

@@ -112,6 +112,8 @@ class Bucketed(Reports, Generic[P, R]):
                 nested = self.call_cache.nested_call(args, kwargs)
             return self.program(*args, **kwargs) if nested is None else nested.result()  # type: ignore[no-any-return]
         with self._lock:
+            if self.state.caller != (thread := threading.get_ident()):
+                self.state.note_caller(thread)
             if reason := why_not_replayable():
                 return self._fall_back(reason, None, args, kwargs)  # type: ignore[no-any-return]
             leaves, structure = flatten(args, kwargs)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +33,6 @@ from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor
 
 _log = logging.getLogger("subtensors.bucketed")
-_ACCUMULATION = 1e-3
-"""Seconds in which an accumulation that began before its hook was there has ended."""
 
 ROLLBACK_BYTES = 256 << 20
 """Maximum bytes of the copies that are kept of tensors which a run may write to."""
@@ -135,6 +132,33 @@ def rolled_back(before: Snapshot, only_on_error: bool = False) -> Iterator[None]
             before.restore()
 
 
+class Accumulations:
+    """The accumulations of gradients into some leaves from now on, and whether this thread or others made them.
+
+    An accumulation that began before is not seen. So where several threads call the program, a gradient that changed
+    is taken for theirs unless this thread accumulated it.
+
+    Args:
+        state: of the program.
+        leaves: the leaves.
+    """
+
+    def __init__(self, state: State, leaves: Iterable[Tensor]) -> None:
+        self._state = state
+        self._here, self._elsewhere = set[int](), set[int]()
+        note = partial(_note_accumulation, threading.get_ident(), self._here, self._elsewhere)
+        hooks = [leaf.register_post_accumulate_grad_hook(note) for leaf in leaves]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
+
+    def are_elsewhere(self, leaf: Tensor) -> bool:
+        """Return whether a change of this leaf's gradient is other threads'."""
+        return id(leaf) in self._elsewhere or (self._state.is_shared and id(leaf) not in self._here)
+
+
+def _note_accumulation(thread: int, here: set[int], elsewhere: set[int], leaf: Tensor) -> None:
+    (here if threading.get_ident() == thread else elsewhere).add(id(leaf))
+
+
 class Snapshot:
     """A snapshot of what a program may write to: tensors, gradients, optimizer state, random generators.
 
@@ -163,7 +187,7 @@ class Snapshot:
         self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         # What other threads do to gradients from now on is not undone, unless an optimizer has read them.
-        self._others = set[int]() if state.optimizers.found else _accumulated_elsewhere(self, leaves)
+        self._accumulations = None if state.optimizers.found else Accumulations(state, leaves)
         self._gradients = [(t, t.grad) for t in leaves]
         gradients = [g for _, g in self._gradients if g is not None]
         found = {
@@ -204,7 +228,7 @@ class Snapshot:
         self._state.optimizers.restore(self._optimizers)
         others = set[int]()
         for t, gradient in self._gradients:
-            if id(t) in self._others:
+            if self._accumulations is not None and self._accumulations.are_elsewhere(t):
                 others.add(id(gradient))
             else:
                 t.grad = gradient
@@ -240,21 +264,6 @@ class _Values:
                 t.copy_(values)
 
 
-def _accumulated_elsewhere(owner: object, leaves: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves, before they change, that other threads take gradients of while `owner` lives."""
-    found, thread = set[int](), threading.get_ident()
-
-    def note(leaf: int, gradient: Tensor) -> None:
-        if threading.get_ident() != thread:
-            found.add(leaf)
-
-    hooks = [leaf.register_hook(partial(note, id(leaf))) for leaf in leaves]
-    weakref.finalize(owner, lambda: [hook.remove() for hook in hooks]).atexit = False
-    if threading.active_count() > 1:
-        time.sleep(_ACCUMULATION)
-    return found
-
-
 def _nbytes(t: Tensor) -> int:
     """Return the bytes of a copy; a sparse tensor counts as if it were dense."""
     return t.numel() * t.element_size()
@@ -275,13 +284,15 @@ class TrainingDetector:
     def __init__(self, state: State) -> None:
         trained = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not t.is_inference()]
         self._steps = Writes(trained if state.optimizers.found else [])
-        self._trained, self._gradients = trained, [t.grad for t in trained]
-        self._accumulation = Writes(g for g in self._gradients if g is not None)
+        self._accumulations = Accumulations(state, trained if state.is_shared else [])
+        self._gradients = [(t, t.grad, Writes([] if t.grad is None else [t.grad])) for t in trained]
 
     def any(self) -> bool:
         """Return whether gradients were accumulated, or an optimizer stepped, since creation."""
-        has_replaced = not are_same([t.grad for t in self._trained], self._gradients)
-        return has_replaced or self._steps.any() or self._accumulation.any()
+        return self._steps.any() or any(
+            (t.grad is not before or writes.any()) and not self._accumulations.are_elsewhere(t)
+            for t, before, writes in self._gradients
+        )
 
 
 class SideEffects:
@@ -313,15 +324,20 @@ class SideEffects:
         params = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
         gradients = [p.grad for p in params]
         writes, accumulation = Writes(tensors), Writes(g for g in gradients if g is not None)
+        threads = Accumulations(self.state, params if self.state.is_shared else [])
         with self.numbers.active():
             try:
                 yield
             except BaseException:  # a failed capture has computed nothing
                 for p, before in zip(params, gradients, strict=True):
-                    p.grad = before
+                    if not threads.are_elsewhere(p):
+                        p.grad = before
                 raise
         accumulated = set(map(id, accumulation.written()))
         for p, before in zip(params, gradients, strict=True):
+            is_changed = p.grad is not before or id(before) in accumulated
+            if is_changed and threads.are_elsewhere(p):
+                continue
             if p.grad is not before:
                 self._dropped.append(p)
                 p.grad = None

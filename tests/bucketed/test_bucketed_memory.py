@@ -11,6 +11,7 @@ import pytest
 import torch
 from bucketed_rows import SEQ
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import subtensors as st
 from subtensors.bucketed.runner import Bucketed
@@ -73,6 +74,24 @@ def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
             net.zero_grad()
             found.append(seen(run, device))
     check_flat(*found)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captured")
+def test_a_padded_tensor_that_a_program_keeps_keeps_no_masks(device: str) -> None:
+    """Its graph's memory would be taken for memory that the program keeps."""
+    kept = []
+
+    def program(x: Tensor) -> Tensor:
+        kept.append(x * 2)
+        return F.scaled_dot_product_attention(x, x, x).softmax(1) + x.mean(1, keepdim=True)
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (5, 20, 6):
+        run(torch.randn(2, n, 4, device=device))
+    sizes = [x._sizes for x in kept if isinstance(x, st.PaddedTensor)]
+    assert sizes
+    assert all(s is not None and not s.masks and not s.attention_masks for s in sizes)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -64,6 +65,35 @@ def test_threads_accumulate_gradients_through_one_runner(device: str) -> None:
     for x in itertools.chain.from_iterable(batches):
         alone(x).square().sum().backward()
     assert_same([p.grad for p in own.parameters()], [p.grad for p in alone.parameters()])
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_an_accumulation_that_began_before_a_first_call_is_kept(has_gradient: bool, device: str) -> None:
+    """Gradients change without a hook that would say who changes them."""
+    own, meanwhile = net(device), list[int]()
+    first = own.get_submodule("0").weight
+
+    def accumulate() -> None:
+        meanwhile.append(1)
+        ones = torch.ones_like(first)
+        first.grad = ones if first.grad is None else first.grad + ones
+
+    def program(x: Tensor) -> Tensor:
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(accumulate).result()
+        return own(x)  # type: ignore[no-any-return]
+
+    run = st.bucketed(program, DIMS)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run, rows(5, device)).result()
+    first.grad = torch.zeros_like(first) if has_gradient else None
+    for n in (20, 30, 6):
+        run(rows(n, device))
+    assert meanwhile
+    torch.testing.assert_close(first.grad, torch.full_like(first, len(meanwhile)))
+    assert not run.stats().fallbacks
 
 
 @pytest.mark.gpu

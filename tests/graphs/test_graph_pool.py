@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,19 @@ def program(x: Tensor) -> Tensor:
     y = x * 2
     z = y.relu() + 1
     return (z.sin() + y + z).sum(1)
+
+
+@on_gpu
+def test_a_pool_of_a_process_with_hundreds_of_them_is_looked_at_as_often_as_one_likes() -> None:
+    """Torch would release the numbers of the handle each time, and numbers from 257 on are objects that go away."""
+    pool = GraphPool(torch.device("cuda", 0))
+    while pool._handle is None or pool._handle[1] <= 256:
+        pool._handle = torch.cuda.graph_pool_handle()
+    x = torch.zeros(8, device="cuda")
+    pool.capture(lambda: x + 1)
+    before = [sys.getrefcount(number) for number in pool._handle]
+    assert pool.bytes() >= pool.active_bytes() > 0
+    assert [sys.getrefcount(number) for number in pool._handle] == before
 
 
 @pytest.mark.parametrize(
