@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -121,6 +122,7 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 
 
 def write_often(folder: Path, block: int) -> None:
+    gc.disable()  # the parent's garbage may hold CUDA tensors, and a forked process that frees one aborts
     for _ in range(100):
         # Rows of different lengths, so that a torn one does not parse.
         tuning_cache.write(folder / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
