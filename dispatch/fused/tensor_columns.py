@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
+from subtensors.kernels.memory.from_address import tensor_from_address
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -48,6 +49,7 @@ class TensorColumn(list[Tensor]):
         self._like = like
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
         self._flat: list[Tensor] | None = None
+        self._side_by_side: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def holder(self) -> TensorColumn | None:
@@ -60,8 +62,28 @@ class TensorColumn(list[Tensor]):
             self._flat = [t.detach().view(-1) for t in self]
         return self._flat
 
+    def as_one(self, indices: Sequence[int]) -> Tensor | None:
+        """The elements at some indices as one 1-D view, where the list is fixed and they lie side by side."""
+        key = indices[0], indices[-1]
+        if not self.is_fixed or key[1] - key[0] + 1 != len(indices):
+            return None
+        if key not in self._side_by_side:
+            self._side_by_side[key] = _as_one([self[i] for i in indices])
+        return self._side_by_side[key]
+
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__  # by identity, as weak references to it compare
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The elements of some CPU tensors as a 1-D view of their memory, if they are contiguous and lie side by side."""
+    first, size = tensors[0], 0
+    for t in tensors:
+        is_next = t.data_ptr() == first.data_ptr() + size and t.dtype == first.dtype and t.device.type == "cpu"
+        if not is_next or not t.is_contiguous():
+            return None
+        size += t.nbytes
+    return tensor_from_address(first.data_ptr(), size, first.device, tuple(tensors)).view(first.dtype)
 
 
 class BlockScales(TensorColumn):

@@ -8,7 +8,8 @@ ones are cut:
     columns of one large tensor --cut--> a piece of each at a time --program, in place-->
 
 Numbers per tensor, such as step counts, stay 0-d: tensors with equal numbers are joined, as most of an optimizer are.
-State never changes while its column lives, so its 1-D views are kept from call to call.
+State never changes while its column lives, so its 1-D views are kept from call to call; state that lies side by side in
+memory, as that of small parameters on a CPU does, is neither joined nor copied back.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TorchExecutor(Executor):
         self.in_views = [i for i in stored if all(map(Tensor.is_contiguous, columns[i]))]
         """The columns that are joined and written by way of 1-D views."""
         self.overlap = WrittenOverlap(trace.program.stores)
-        self.joined = list(_joined(self.sizes)) if self._is_pointwise(columns) else []
+        self.joined = list(joined_parts(self.sizes)) if self._is_pointwise(columns) else []
         """The elements that are joined or cut, part by part; empty where each runs alone."""
 
     def _is_pointwise(self, columns: Columns) -> bool:
@@ -97,7 +98,7 @@ class TorchExecutor(Executor):
         own = [columns[i] for i in self.numbers if len(unique_tensors(columns[i])) > 1]
         if len(part) == 1 or not own:
             return [part]
-        values = [torch.cat(_flat(c, part)) for c in own]
+        values = [torch.cat(_flat(c, part)) if (one := _as_one(c, part)) is None else one for c in own]
         bits = [v.view(_BITS[v.itemsize]) for v in values]
         if all(bool((v == v[0]).all()) for v in bits):
             return [part]
@@ -117,19 +118,24 @@ class TorchExecutor(Executor):
         row = [column[indices[0]] for column in columns]
         stores = self.trace.program.stores
         if len(indices) > 1:
-            views = {i: _flat(columns[i], indices) for i in self.in_views}
+            ones = {i: one for i, c in enumerate(columns) if (one := _as_one(c, indices)) is not None}
+            views = {i: _flat(columns[i], indices) for i in self.in_views if i not in ones}
             for i in self.sized:
-                row[i] = torch.cat(views[i]) if i in views else memory.join([columns[i][k] for k in indices])
+                if i in ones:
+                    row[i] = ones[i]
+                else:
+                    row[i] = torch.cat(views[i]) if i in views else memory.join([columns[i][k] for k in indices])
             self.run_element(row, scalars, operands)
             sizes = [self.sizes[k] for k in indices]
             for i in stores:
-                tensors = [columns[i][k] for k in indices]
                 if i in views:
                     torch.split_with_sizes_copy(row[i], sizes, out=views[i])
-                elif i in self.sized:
-                    torch._foreach_copy_(tensors, memory.split(row[i], tensors))
-                else:
-                    torch._foreach_copy_(tensors[1:], [row[i]] * (len(indices) - 1))
+                elif i in self.numbers and i in ones:
+                    ones[i][1:].copy_(row[i])
+                elif i not in ones:
+                    tensors = [columns[i][k] for k in indices]
+                    results = memory.split(row[i], tensors) if i in self.sized else [row[i]] * len(indices)
+                    torch._foreach_copy_(tensors, results)
             return
         size = row[self.sized[0]].numel()
         piece = PIECE * torch.get_num_threads()
@@ -157,8 +163,8 @@ class TorchExecutor(Executor):
         return f"{len(self.trace.program.instructions)} torch ops {how}{self.reason and ': ' + self.reason}"
 
 
-def _joined(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbours of together at most `PIECE` elements; a larger tensor alone."""
+def joined_parts(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Return neighbours of together at most `PIECE` elements; a larger tensor alone."""
     part: list[int] = []
     total = 0
     for index, size in enumerate(sizes):
@@ -169,6 +175,11 @@ def _joined(sizes: Sequence[int]) -> Iterator[list[int]]:
         total += size
     if part:
         yield part
+
+
+def _as_one(column: Sequence[Tensor], indices: list[int]) -> Tensor | None:
+    """The elements of a column as one 1-D view, where it promises to be fixed and they lie side by side."""
+    return column.as_one(indices) if isinstance(column, TensorColumn) else None
 
 
 def _flat(column: Sequence[Tensor], indices: list[int]) -> list[Tensor]:

@@ -7,6 +7,7 @@ tensors a parameter), so like parameters get theirs together: each tensor has it
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.arguments import shown
+from subtensors.dispatch.fused.torch_executor import joined_parts
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.hyperparameters import number_counts
@@ -231,11 +233,33 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
 
 def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:
     """A tensor of each parameter's size and strides, zero or a copy; the parameters share a device and dtype."""
-    made = [torch.empty_like(p, dtype=dtype) for p in params]
+    made = _side_by_side(params, dtype) if params[0].device.type == "cpu" else []
+    made = made or [torch.empty_like(p, dtype=dtype) for p in params]
     if are_copies:
         torch._foreach_copy_(made, [p.detach() for p in params])
     else:
         torch._foreach_zero_(made)
+    return made
+
+
+def _side_by_side(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Empty tensors like contiguous CPU parameters, those that a step joins side by side in memory; else none.
+
+    Each has a storage of its own all the same, so that what is saved of one holds no other.
+    """
+    if not all(map(Tensor.is_contiguous, params)):
+        return []
+    made: list[Tensor] = []
+    for part in joined_parts(list(map(Tensor.numel, params))):
+        shapes = [params[i].shape for i in part]
+        counts = list(map(math.prod, shapes))
+        buffer, end = torch.empty(sum(counts) * dtype.itemsize, dtype=torch.uint8).numpy(), 0
+        for shape, count in zip(shapes, counts, strict=True):
+            if not count:
+                made.append(torch.empty(shape, dtype=dtype))
+                continue
+            made.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=end).view(shape))
+            end += count * dtype.itemsize
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -167,3 +168,24 @@ def test_large_state_is_begun_apart_from_what_a_backward_left() -> None:
     optimizer.step()
     assert idle() - before < 16 << 20  # 54 MiB of the first, where the state lay there
     assert len(optimizer.state[p]) == 3
+
+
+def test_on_a_cpu_a_step_neither_joins_nor_splits_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies side by side in memory already; parameters and gradients lie where the user put them."""
+    params = [Parameter(torch.randn(n)) for n in (3, 5, 1, 8)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = st.optim.Adam(params)
+    for _ in range(3):
+        optimizer.step()
+    cat, split = Mock(wraps=torch.cat), Mock(wraps=torch.split_with_sizes_copy)
+    monkeypatch.setattr(torch, "cat", cat)
+    monkeypatch.setattr(torch, "split_with_sizes_copy", split)
+    optimizer.step()
+    assert (cat.call_count, split.call_count) == (1, 1)  # the gradients are joined by another call of torch's
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    cat.reset_mock()
+    split.reset_mock()
+    optimizer.step()
+    assert (cat.call_count, split.call_count) == (4, 3)
