@@ -209,11 +209,9 @@ class Bucket:
         outputs = Outputs.of(self.call_program(leaves), list(self.uncopied.values()))
         written = set(map(id, writes.written()))
         self.written_inputs |= {i for i, static in enumerate(statics) if id(static) in written}
-        if not torch.is_grad_enabled():  # nor does a backward follow, which would ask for the masks again
-            # The program may have kept padded tensors, in a cache of keys and values.
-            for sizes in (own_sizes, *caller_sizes):
-                if sizes is not None:
-                    sizes.forget()
+        if not torch.is_grad_enabled():  # no backward will ask for masks, and a cache may keep padded tensors
+            for sizes in filter(None, (own_sizes, *caller_sizes)):
+                sizes.forget()
         return outputs
 
     def call_program(self, leaves: Sequence[PyTree]) -> PyTree:
