@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -253,7 +254,8 @@ def _side_by_side(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for part in joined_parts(list(map(Tensor.numel, params))):
         shapes = [params[i].shape for i in part]
         counts = list(map(math.prod, shapes))
-        buffer, end = torch.empty(sum(counts) * dtype.itemsize, dtype=torch.uint8).numpy(), 0
+        # Not a tensor's `numpy()`, which a graph around the first step takes for a read of values on the host.
+        buffer, end = np.empty(sum(counts) * dtype.itemsize, np.uint8), 0
         for shape, count in zip(shapes, counts, strict=True):
             if not count:
                 made.append(torch.empty(shape, dtype=dtype))
