@@ -10,9 +10,9 @@ from torch import Tensor
 from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import tree_has
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -175,7 +175,7 @@ def bordered(
     if mode != "constant":
         if tree_has(PaddedSize, widths):
             raise UnsupportedCall("a border of values is as wide as a padded size")
-        return _bordered_by_values(x, mode, widths)
+        return _bordered_by_values(call, x, mode, widths)
     value, dims, sizes, touched = value or 0, list(x.dims), sizes_with(x.sizes, *widths), []
     for i, (left, right) in enumerate(zip(padding[::2], padding[1::2], strict=False)):
         d = x.dim() - 1 - i
@@ -193,7 +193,9 @@ def bordered(
             continue
         elif left or right:
             size = _countable_size(x, d) + left + right
-            size = largest(0, size) if min(left, right) < 0 else size
+            if min(left, right) < 0:
+                require_size(call, sizes, size, 0)
+                size = largest(0, size)
         else:
             continue
         touched.append(d)
@@ -215,7 +217,7 @@ _SOURCE_POSITION: dict[str, Callable[[Tensor, Tensor | int], Tensor]] = {
 _MAX_EXCESS = {"reflect": -1, "circular": 0}
 
 
-def _bordered_by_values(x: PaddedValue, mode: str, widths: Sequence[int]) -> PaddedValue:
+def _bordered_by_values(call: PaddedCall, x: PaddedValue, mode: str, widths: Sequence[int]) -> PaddedValue:
     """Pad with values of the valid part, one dim after the other."""
     if mode != "circular" and x.dense.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         # Autocast runs these modes in float32 on a CPU.
@@ -229,9 +231,8 @@ def _bordered_by_values(x: PaddedValue, mode: str, widths: Sequence[int]) -> Pad
         if not (left or right):
             continue
         size = _countable_size(x, d)
-        for n in host_sizes(x, d) or [x.shape[d]]:
-            if mode in _MAX_EXCESS and max(left, right) > n + _MAX_EXCESS[mode]:
-                raise RuntimeError(f"a border of {max(left, right)} by {mode} is wider than a dim of {n} allows")
+        if mode in _MAX_EXCESS:
+            require_size(call, x.sizes, size, max(left, right) - _MAX_EXCESS[mode])
         bucket = x.shape[d] + left + right
         dims: Factors = padded_dim(bucket, size + left + right) if x.is_padded(d) else static_dims([bucket])[0]
         x = pad_dim(x, d, mode, left, bucket, dims)

@@ -14,13 +14,13 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
-from subtensors.dispatch.padded.interpreter import PaddedCall, run, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, require_size, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import (
     EDGE_FILL,
     FINITE_FILL,
     PaddedValue,
-    host_sizes,
+    prefix_size,
     result,
     unpadded_value,
 )
@@ -90,9 +90,8 @@ def _edge_filled(x: PaddedValue) -> Tensor:
 def multinomial(call: PaddedCall, x: PaddedValue, num_samples: int, replacement: bool) -> PaddedValue:
     """Draw positions by their weights; padding has weight zero."""
     at = x.dim() - 1
-    for size in host_sizes(x, at) or ():
-        if not replacement and num_samples > size:
-            raise RuntimeError(f"cannot sample {num_samples} of {size} positions without replacement")
+    if not replacement:
+        require_size(call, x.sizes, prefix_size(x, at), num_samples)
     weights = PaddedValue(x.edge_filled([d for d in x.padded_dims if d != at]), x.dims, x.sizes).filled(0, [at])
     out = call.dense({"self": weights})
     return result(out, [*x.dims[:at], *static_dims([out.shape[at]])], x.sizes)

@@ -42,7 +42,8 @@ from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
 from subtensors.dispatch.padded.positions import with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
-from subtensors.dispatch.sizes.dim_factors import Factors
+from subtensors.dispatch.sizes.dim_factors import Factors, size_of
+from subtensors.dispatch.sizes.expressions import Size
 from subtensors.dispatch.torch_internals.dispatcher import overrides_enabled
 
 table = RuleTable("PaddedTensor")
@@ -236,23 +237,34 @@ def refuse(call: PaddedCall, reason: str, kind: type[UnsupportedCall] = Unsuppor
     return kind(f"{_REFUSED} {name} (class {op_class(call.op).value}) padded on {', '.join(dims)}: {reason}")
 
 
-def require_elements(
-    call: PaddedCall, x: PaddedValue, reduced: Sequence[int], kind: type[Exception] | None = None
-) -> None:
-    """Raise what torch raises for a reduction without an identity over no elements, where the host knows the sizes.
+def require_size(call: PaddedCall, sizes: TrueSizes | None, size: Size, least: int) -> None:
+    """Refuse a call that needs a larger true size, so that it runs on the unpadded data, where torch raises its error.
 
-    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
+    The sizes that a graph's program needs are noted, and compared before each replay (`RequiredSizes`).
 
     Args:
         call: the call.
-        x: the value.
-        reduced: the dims.
-        kind: of the error; by default an IndexError if the call names a dim, else a RuntimeError.
+        sizes: the values of the symbols.
+        size: the size.
+        least: the smallest one that torch takes, in each row of a ragged batch.
+
+    Raises:
+        UnsupportedCall: the host knows a smaller one.
     """
     call.reads_sizes = True
-    for d in reduced:
-        if set(known_sizes(x, d)) == {0}:
-            names = call.get("dim") not in (None, [])
-            raise (kind or (IndexError if names else RuntimeError))(
-                f"{call.op.overloadpacket.__name__}(): Expected reduction dim {d} to have non-zero size."
-            )
+    if sizes is not None and not sizes.allow(size, least):
+        raise UnsupportedCall(f"a size of {size} is below {least}")
+
+
+def require_elements(call: PaddedCall, x: PaddedValue, reduced: Sequence[int]) -> None:
+    """Refuse a reduction without an identity over no elements.
+
+    A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
+    """
+    call.reads_sizes = True
+    for d in filter(x.is_padded, reduced):
+        size = size_of(x.dims[d])
+        if x.sizes is None or not x.sizes.differs_by_row(size):
+            require_size(call, x.sizes, size, 1)
+        elif set(known_sizes(x, d)) == {0}:
+            raise UnsupportedCall(f"dim {d} has no elements")

@@ -19,11 +19,10 @@ from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
-from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, require_size, table
 from subtensors.dispatch.padded.padded_value import (
     PaddedValue,
     ScatteredDim,
-    host_sizes,
     reduced_result,
     result,
     unpadded_value,
@@ -75,7 +74,7 @@ def histc(call: PaddedCall, x: PaddedValue, min: float, max: float) -> PaddedVal
 def topk(call: PaddedCall, x: PaddedValue, k: int, dim: int, largest: bool) -> PyTree:
     """The k largest or smallest elements."""
     d = dim % x.dim()
-    _require_enough(x, d, k)
+    require_size(call, x.sizes, size_of(x.dims[d]), k)
     dims = with_dim(x.dims, d, static_dims([k])[0])
     return tuple(result(r.dense.narrow(d, 0, k), dims, x.sizes) for r in sort_valid_first(x, d, largest))
 
@@ -84,8 +83,7 @@ def topk(call: PaddedCall, x: PaddedValue, k: int, dim: int, largest: bool) -> P
 def kthvalue(call: PaddedCall, x: PaddedValue, k: int, dim: int, keepdim: bool) -> PyTree:
     """The element of rank k."""
     d = dim % x.dim()
-    require_elements(call, x, [d])
-    _require_enough(x, d, k)
+    require_size(call, x.sizes, size_of(x.dims[d]), k)
     return _elements(x, d, sort_valid_first(x, d), torch.full((), k - 1, device=x.dense.device), keepdim)
 
 
@@ -120,12 +118,6 @@ def searchsorted(call: PaddedCall, x: PaddedValue) -> PaddedValue:
         raise UnsupportedCall("each row of the sequence has its own values")
     found = torch.minimum(found, torch.as_tensor(size, dtype=found.dtype, device=found.device))
     return x.like(found) if x.padded_dims else unpadded_value(found)
-
-
-def _require_enough(x: PaddedValue, d: int, k: int) -> None:
-    for size in host_sizes(x, d) or ():
-        if k > size:
-            raise RuntimeError(f"selected index k out of range: {k} of a dim of true size {size}")
 
 
 @table.register(aten.median.dim, aten.nanmedian.dim, across=True)
@@ -177,7 +169,7 @@ def quantile(
     fractions = _fractions(x, q, interpolation)
     reduced = list(range(x.dim())) if d is None else [d]
     if any(map(x.is_padded, reduced)):
-        require_elements(call, x, reduced, RuntimeError)
+        require_elements(call, x, reduced)
         count, nans = _counts(x, reduced)
         if d is None:
             values = valid_first(x.cleaned(math.nan)).sort(stable=True).values

@@ -8,7 +8,6 @@ gradient) masks the gradient of its result.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol, valid_positions
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol, valid_positions
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
     Factors,
@@ -37,7 +36,7 @@ from subtensors.dispatch.sizes.dim_factors import (
 from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
 
 if TYPE_CHECKING:
-    import sympy
+    pass
 
 Number = int | float | bool
 
@@ -363,18 +362,7 @@ def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
     sizes = value.sizes
     if not value.is_padded(dim) or sizes is None or not sizes.known_on_host:
         return ()
-    return _evaluated(size_of(value.dims[dim]), sizes.symbols, sizes.host(), sizes.rows)
-
-
-@functools.lru_cache(4096)
-def _evaluated(
-    size: Size, symbols: tuple[sympy.Symbol, ...], host: tuple[HostSize, ...], rows: int | None
-) -> tuple[int, ...]:
-    found = []
-    for row in range(rows or 1):
-        assigned = {s: n if isinstance(n, int) else n[row] for s, n in zip(symbols, host, strict=True)}
-        found.append(max(int(size.xreplace({**assigned, rows_symbol(): rows or 1})), 0))
-    return tuple(found)
+    return tuple(max(n, 0) for n in sizes.each_on_host(size_of(value.dims[dim])))
 
 
 def _same_number(a: Fill, b: Number) -> bool:

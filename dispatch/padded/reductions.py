@@ -46,13 +46,13 @@ def reduction(call: PaddedCall, x: PaddedValue, keepdim: bool = False) -> PyTree
         given = call.get("ord", call.get("p"))
         order = 2 if given is None else given
         if order < 0 or order == math.inf:
-            require_elements(call, x, reduced, RuntimeError)
+            require_elements(call, x, reduced)
         neutral = math.inf if order < 0 else 0
     elif monoid is None or len(call.values) > 1:
         raise UnsupportedCall("its neutral element is unknown")
     else:
         if not monoid.has_identity:
-            require_elements(call, x, reduced, IndexError if packet in _POSITIONS else None)
+            require_elements(call, x, reduced)
         if monoid is LOGSUMEXP and not (x.dense.is_floating_point() or x.dense.is_complex()):
             # No integer is neutral for logsumexp.
             x = x.like(x.dense.to(torch.get_default_dtype()))
@@ -96,7 +96,7 @@ def variance(call: PaddedCall, x: PaddedValue, correction: float | None, keepdim
     if not (x.dense.is_floating_point() or x.dense.is_complex()):
         # For integers torch raises its own error.
         return reduced_result(call.dense(), x, reduced, keepdim)
-    correction = 1 if correction is None else correction
+    correction = 1 if correction is None else +correction  # True is 1
     if call.op is aten.var.correction:
         by_kernel = _by_kernel(call, x, reduced, correction=correction)
         if by_kernel is not None:

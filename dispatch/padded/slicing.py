@@ -15,7 +15,7 @@ import torch
 
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import DataDependentCall, UnsupportedCall
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, table
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,
     bound_in,
@@ -24,13 +24,12 @@ from subtensors.dispatch.padded.padded_size import (
     most,
     sizes_with,
     true_expression,
-    value_at,
 )  # fmt: skip
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.positions import take_range
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims, with_dim
-from subtensors.dispatch.sizes.expressions import Size, floor_divided, largest, sliced, smallest
+from subtensors.dispatch.sizes.expressions import Size, added, floor_divided, largest, multiplied, sliced, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
@@ -45,11 +44,12 @@ def select(call: PaddedCall, x: PaddedValue, dim: int, index: int) -> PaddedValu
     size, at, sizes = prefix_size(x, d), true_expression(index), sizes_with(x.sizes, index)
     if size == rows_symbol():
         return _select_row(x, d, index)
+    if at.is_Integer:
+        require_size(call, sizes, size, index + 1 if index >= 0 else -index)
+    else:
+        require_size(call, sizes, added(size, multiplied(-1, at)), 1)
+        require_size(call, sizes, added(size, at), 0)
     end = _size_on_host(x, d)
-    if sizes is not None and end is not None:
-        position = value_at(at, sizes.assignment(row=0))
-        if not -end <= position < end:
-            raise IndexError(f"index {position} is out of bounds for dim {d} of true size {end}")
     if at.is_Integer and (index >= 0 or (end is not None and not is_traced(x.dense))):
         return result(x.dense.select(d, index if index >= 0 else (end or 0) + index), dims, x.sizes, x.fill)
     # Counted from the end where it is negative.
@@ -151,13 +151,13 @@ def narrow(call: PaddedCall, x: PaddedValue, dim: int, start: int, length: int) 
     is_sized = isinstance(start, PaddedSize) or isinstance(length, PaddedSize)
     if not is_sized and start + length == (x.shape[d] if start >= 0 else 0):
         return apply(aten.slice.Tensor, x, d, start, None)
-    asked = true_expression(start), true_expression(length), prefix_size(x, d)
-    for row in range(sizes.rows or 1) if sizes is not None and sizes.known_on_host and x.dim() else ():
-        at, count, end = (value_at(size, sizes.assignment(row)) for size in asked)  # type: ignore[union-attr]
-        if not -end <= at <= at + count <= (end if at >= 0 else 0):
-            raise RuntimeError(f"start ({at}) + length ({count}) exceeds dim {d} of true size {end}")
-    if is_sized and least(asked[0], sizes) < 0:
+    at, count, size = true_expression(start), true_expression(length), prefix_size(x, d)
+    if is_sized and least(at, sizes) < 0:
         raise UnsupportedCall("its start counts from the end")
+    require_size(call, sizes, count, 0)
+    require_size(call, sizes, added(size if start >= 0 else 0, multiplied(-1, at), multiplied(-1, count)), 0)
+    if start < 0:
+        require_size(call, sizes, size, -start)
     return apply(aten.slice.Tensor, x, d, start, start + length)
 
 

@@ -32,7 +32,7 @@ from subtensors.dispatch.ops.reduction_dims import min_value
 from subtensors.dispatch.ops.sample_dims import CORE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.copies import pad_dim
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, run, table
 from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression, value_at
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.positions import gather_along
@@ -58,14 +58,18 @@ def convolution(call: PaddedCall, input: PaddedValue, weight: PaddedValue, trans
         window = weight.shape[i + 2], stride, padding, dilation
         size = prefix_size(x, i + 2) if x.is_padded(i + 2) else 0
         sizes.append(deconvolved(size, *window, extra) if transposed else convolved(size, *window))
-    return _resized(x, out, [x.dims[0], *static_dims([out.shape[1]])], sizes).gradient_masked()
+    return _resized(call, x, out, [x.dims[0], *static_dims([out.shape[1]])], sizes).gradient_masked()
 
 
-def _resized(x: PaddedValue, out: Tensor, leading: Sequence[Factors], sizes: Sequence[Size]) -> PaddedValue:
+def _resized(
+    call: PaddedCall, x: PaddedValue, out: Tensor, leading: Sequence[Factors], sizes: Sequence[Size]
+) -> PaddedValue:
     """Return a result with some leading dims, and last ones that have these true sizes where the input is padded."""
     dims = list(leading)
     for d, size in enumerate(sizes, start=x.dim() - len(sizes)):
         bucket = out.shape[len(dims)]
+        if x.is_padded(d):
+            require_size(call, x.sizes, size, 1)
         dims.append(padded_dim(bucket, size) if x.is_padded(d) else static_dims([bucket])[0])
     return result(out, dims, x.sizes)
 
@@ -81,8 +85,9 @@ def windows(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     for i, d in enumerate((first, first + 1)):
         kernel, *steps = (call[name][i] for name in ("kernel_size", "stride", "padding", "dilation"))
         size = prefix_size(x, d) if x.is_padded(d) else x.shape[d]
-        bucket = int(convolved(x.shape[d], kernel, *steps))
-        positions += padded_dim(bucket, convolved(size, kernel, *steps))
+        bucket, count = int(convolved(x.shape[d], kernel, *steps)), convolved(size, kernel, *steps)
+        require_size(call, x.sizes, count, 1)
+        positions += padded_dim(bucket, count)
     dims = [*x.dims[: first - 1], *static_dims([out.shape[first - 1]]), merged(positions) or static_dims([1])[0]]
     return result(out, dims, x.sizes).gradient_masked()
 
@@ -135,7 +140,7 @@ def _pooled(call: PaddedCall, x: PaddedValue, out: Tensor) -> PaddedValue:
     for d, (kernel, stride, padding, dilation) in zip(over, windows, strict=True):
         size = prefix_size(x, d) if x.is_padded(d) else 0
         sizes.append(convolved(size, kernel, stride, padding, dilation, call["ceil_mode"]))
-    return _resized(x, out, x.dims[: over.start], sizes)
+    return _resized(call, x, out, x.dims[: over.start], sizes)
 
 
 def _per_dim(options: int | Sequence[int], rank: int) -> list[int]:
@@ -162,7 +167,7 @@ def interpolate(call: PaddedCall, input: PaddedValue, scale_factors: Sequence[fl
                 reason = f"the factor {factor} is no multiple of 1/{MAX_EXACT_DENOMINATOR}, and sizes are rounded"
                 raise UnsupportedCall(reason)
             extended = pad_dim(extended, d, "replicate", 0, x.shape[d], static_dims([x.shape[d]])[0])
-    return _resized(x, call.dense({"input": extended.dense}), x.dims[:2], sizes).gradient_masked()
+    return _resized(call, x, call.dense({"input": extended.dense}), x.dims[:2], sizes).gradient_masked()
 
 
 MODES = {

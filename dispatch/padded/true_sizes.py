@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from functools import cache
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,6 +37,40 @@ class SizeKey(NamedTuple):
 
     symbols: tuple[sympy.Symbol, ...]
     buckets: tuple[int, ...]
+
+
+class RequiredSizes:
+    """The sizes below which an op of a program raises an error, which a replay of the program's graph can't."""
+
+    def __init__(self) -> None:
+        self._found: set[tuple[Size, int, tuple[sympy.Symbol, ...], int | None]] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context that notes what the calls inside require (`TrueSizes.allow`)."""
+        before, _noting.into = _noting.into, self
+        try:
+            yield
+        finally:
+            _noting.into = before
+
+    def add(self, size: Size, least: int, sizes: TrueSizes) -> None:
+        """Note that an expression must be at least some number in every row."""
+        self._found.add((size, least, sizes.symbols, sizes.rows))
+
+    def unmet(self, host: Mapping[sympy.Symbol, HostSize]) -> str:
+        """Return in words which requirement some true sizes don't meet, or ""."""
+        for size, least, symbols, rows in self._found:
+            if min(_each_on_host(size, symbols, tuple(host[symbol] for symbol in symbols), rows)) < least:
+                return f"an op needs a size of at least {least}, and {size} is smaller"
+        return ""
+
+
+class _Noting(threading.local):
+    into: RequiredSizes | None = None
+
+
+_noting = _Noting()
 
 
 class TrueSizes:
@@ -81,6 +117,16 @@ class TrueSizes:
     def known_on_host(self) -> bool:
         """Return whether `host()` can answer without waiting for the device; False in a graph capture."""
         return self._host is not None and not self.is_captured
+
+    def each_on_host(self, size: Size) -> tuple[int, ...]:
+        """Return the value of an expression, one for each row of a ragged batch; none where the host doesn't know."""
+        return _each_on_host(size, self.symbols, self.host(), self.rows) if self.known_on_host else ()
+
+    def allow(self, size: Size, least: int) -> bool:
+        """Return whether a size is at least some number in every row, as far as the host knows, and note the need."""
+        if _noting.into is not None and not size.is_Integer:
+            _noting.into.add(size, least, self)
+        return bool(size >= least) if size.is_Integer else all(n >= least for n in self.each_on_host(size))
 
     @property
     def is_captured(self) -> bool:
@@ -181,6 +227,17 @@ class TrueSizes:
         if device == self.values.device:
             return self
         return TrueSizes(self.symbols, self.buckets, self.values.to(device), self._host)
+
+
+@lru_cache(4096)
+def _each_on_host(
+    size: Size, symbols: tuple[sympy.Symbol, ...], host: tuple[HostSize, ...], rows: int | None
+) -> tuple[int, ...]:
+    found = []
+    for row in range(rows or 1):
+        assigned = {s: n if isinstance(n, int) else n[row] for s, n in zip(symbols, host, strict=True)}
+        found.append(int(size.xreplace({**assigned, rows_symbol(): rows or 1})))
+    return tuple(found)
 
 
 def _row_of(size: HostSize, row: int) -> HostSize:

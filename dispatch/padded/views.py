@@ -11,7 +11,7 @@ import torch
 from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
+from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -123,6 +123,7 @@ def unfold(call: PaddedCall, x: PaddedValue, dimension: int, size: int, step: in
     """Windows of a dim, which start a step apart; the last one ends within the true size."""
     d, out, window = dimension % x.dim(), call.dense(), static_dims([size])
     windows = convolved(prefix_size(x, d), size, step)
+    require_size(call, x.sizes, windows, 1)
     # A padded window may overlap valid positions: it has no fill, and would add its gradient to theirs.
     windowed = result(out, [*with_dim(x.dims, d, padded_dim(out.shape[d], windows)), *window], x.sizes)
     return windowed.gradient_masked()

@@ -25,7 +25,7 @@ from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.padded.true_sizes import HostSize, RequiredSizes, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
@@ -87,6 +87,7 @@ class Bucket:
         self._load: InputLoader | None = None
         self.written_inputs: set[int] = set()
         """Indices of the static inputs that the program writes to."""
+        self.required_sizes = RequiredSizes()
         self.last_call = 0
         """The number of its last call, counted over the whole runner."""
 
@@ -108,12 +109,10 @@ class Bucket:
         """Make the static inputs, outside of the pool."""
         if self.is_allocated:
             return
-        spec = self.spec
         with torch.inference_mode(False):
-            self._make_inputs(spec)
-        targets = [*self.statics, *self.caller_values]
-        size_indices = [*[s.size_index for s in spec.inputs], *[(-1,) * len(c.shape) for c in spec.caller_sizes]]
-        self._load = InputLoader(targets, size_indices, self.size_values)
+            self._make_inputs(self.spec)
+        size_indices = [s.size_index for s in self.spec.inputs] + [(-1,) * len(c.shape) for c in self.spec.caller_sizes]
+        self._load = InputLoader([*self.statics, *self.caller_values], size_indices, self.size_values)
         self.statistics.input_bytes = sum(t.nbytes for t in self.inputs())
         self.is_allocated = True
 
@@ -217,7 +216,7 @@ class Bucket:
     def call_program(self, leaves: Sequence[PyTree]) -> PyTree:
         """Call the program on padded leaves."""
         # What is to be a graph is refused where the graph would be, so that the program itself answers from the start.
-        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None):
+        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None), self.required_sizes.noted():
             return self.call(leaves)
 
     def _run(self, host: HostSizes | None) -> Outputs:

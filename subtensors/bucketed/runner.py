@@ -178,7 +178,7 @@ class Bucketed(Reports, Generic[P, R]):
                 reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
                 return self._fall_back(reason, None, args, kwargs)
             return self._first_call(cached, leaves, args, kwargs)
-        if reason := bucket.no_replay_reason(leaves):
+        if reason := bucket.required_sizes.unmet(spec.host) or bucket.no_replay_reason(leaves):
             return self._fall_back(reason, None, args, kwargs)
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -249,3 +251,44 @@ def test_dims_of_an_object_whose_tensors_are_not_seen_are_refused(device: str) -
     run = st.bucketed(lambda batch: batch.x.softmax(0), {"batch": {0: SEQ}})
     with pytest.raises(TypeError, match="dims name batch, a Batch whose tensors are not seen: make it a dataclass"):
         run(Batch(rows(5, device)))
+
+
+NEEDS_SIX: dict[str, Callable[[Tensor], Tensor]] = {
+    "a convolution": lambda x: nn.functional.conv1d(x.mT[None], torch.ones(2, 3, 6, dtype=x.dtype, device=x.device)),
+    "windows": lambda x: x.unfold(0, 6, 1),
+    "a pooling": lambda x: nn.functional.max_pool1d(x.mT, 6, 1),
+    "topk": lambda x: x.topk(6, 0).values,
+    "a position": lambda x: x[5] * 2,
+    "a border": lambda x: nn.functional.pad(x.mT, (5, 0), mode="reflect"),
+    "a maximum of few": lambda x: x[5:].amax(0),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", NEEDS_SIX)
+def test_a_size_that_is_too_small_for_a_call_gives_the_programs_own_error(
+    device: str, name: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        pretend(monkeypatch, trained=trained)
+    program = NEEDS_SIX[name]
+    run = st.bucketed(program, DIMS, check=False)
+    for n in (8, 7, 5, 6, 4, 8, 5):
+        x = rows(n, device).double().requires_grad_(trained)
+        if n >= 6:
+            torch.testing.assert_close(run(x), program(x))
+            continue
+        with pytest.raises((IndexError, RuntimeError)) as plain:
+            program(x)
+        with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+            run(x)
+    assert run.stats().captures == 1
+    assert run.stats().hits == 3
+
+
+def test_a_first_call_that_is_too_small_leaves_the_bucket_to_others(device: str, pools: list[PretendPool]) -> None:
+    run = st.bucketed(NEEDS_SIX["a convolution"], DIMS)
+    for n in (5, 5, 8, 7, 6, 5):
+        with torch.no_grad(), nullcontext() if n > 5 else pytest.raises(RuntimeError, match="Kernel size"):
+            run(rows(n, device).double())
+    assert run.stats().hits == 2

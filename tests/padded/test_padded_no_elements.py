@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -76,3 +77,53 @@ def test_sizes_that_differ_only_where_one_would_be_negative_are_the_same() -> No
     assert isinstance(got, st.PaddedTensor)
     torch.testing.assert_close(got.unpad(), program(plain))
     assert fallbacks["add"] == before
+
+
+F = nn.functional
+
+TOO_SMALL: dict[str, Callable[[Tensor], object]] = {
+    "unfold by one": lambda x: x.unfold(2, 6, 1),
+    "unfold": lambda x: x.unfold(2, 7, 3),
+    "max_pool1d by one": lambda x: F.max_pool1d(x, 6, 1),
+    "max_pool1d with a step beyond": lambda x: F.max_pool1d(x, 6, 9),
+    "max_pool1d with positions": lambda x: F.max_pool1d(x, 7, 1, return_indices=True),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 6, 1),
+    "lp_pool1d": lambda x: F.lp_pool1d(x, 2, 7, 1),
+    "conv1d": lambda x: F.conv1d(x, torch.ones(4, 3, 6, dtype=x.dtype)),
+    "conv1d with a border": lambda x: F.conv1d(x, torch.ones(4, 3, 8, dtype=x.dtype), padding=1),
+    "conv1d with holes": lambda x: F.conv1d(x, torch.ones(4, 3, 3, dtype=x.dtype), dilation=3),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x, torch.ones(3, 4, 3, dtype=x.dtype), padding=4),
+    "unfold of images": lambda x: F.unfold(x[..., None], (6, 1)),
+    "a border that cuts more off": lambda x: F.pad(x, (-3, -3)),
+    "a reflected border": lambda x: F.pad(x, (5, 0), mode="reflect"),
+    "topk": lambda x: x.topk(6, 2),
+    "kthvalue": lambda x: x.kthvalue(6, 2),
+    "a position": lambda x: x[:, :, 5],
+    "a position from the end": lambda x: x[:, :, -6],
+    "narrow": lambda x: x.narrow(2, 2, 4),
+    "multinomial": lambda x: torch.multinomial(x[0].abs(), 6),
+}
+"""Calls that torch takes at a size of 8, the bucket, and refuses at one of 5."""
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_what_torch_refuses_at_the_true_size_is_refused_whatever_the_bucket_is(name: str, tracked: bool) -> None:
+    call = TOO_SMALL[name]
+    x = torch.arange(30.0, dtype=torch.float64).view(2, 3, 5)
+    with pytest.raises((IndexError, RuntimeError)) as plain:
+        call(x)
+    large = torch.ones(2, 3, 8, dtype=torch.float64)
+    for _ in range(2):  # the second time by its outcome, which no other size's call may take
+        call(st.pad(large, {2: SEQ}).requires_grad_(tracked))
+        with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+            call(st.pad(x, {2: SEQ}).requires_grad_(tracked))
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_a_row_that_is_too_short_for_a_call_is_refused(name: str) -> None:
+    rows = [torch.ones(n, 3, dtype=torch.float64) for n in (5, 8)]
+    with pytest.raises((st.RuleError, IndexError, RuntimeError)):
+        TOO_SMALL[name](st.pad(rows, {0: SEQ}).mT)
+    if name not in ("unfold of images", "multinomial"):
+        TOO_SMALL[name](st.pad([rows[1], rows[1]], {0: SEQ}).mT)

@@ -352,6 +352,7 @@ OF_REAL_ELEMENTS: dict[str, Callable[[Any], Any]] = {
     "covariance": lambda x: torch.cov(x[0].mT),
     "covariance of positions": lambda x: torch.cov(x[0], correction=0),
     "correlation": lambda x: torch.corrcoef(x[0].mT),
+    "variance with a correction of True": lambda x: (x.var(1, correction=True), x.std(1, correction=False)),
     "variance of complex numbers": lambda x: torch.complex(x, x * x).var(1),
     "spread of complex numbers": lambda x: torch.std_mean(torch.complex(x, x * x), 1),
     "rounding to a scale": lambda x: torch.fake_quantize_per_tensor_affine(x.float(), 0.1, 0, -128, 127),
