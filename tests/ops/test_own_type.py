@@ -18,6 +18,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_leaves, tree_map
 
+from subtensors.dispatch.ops.errors import RuleError
+
 PAGE = Path(__file__).parents[2] / "docs" / "write-your-own-type.md"
 
 # What these give is drawn at random, or whatever the memory held; a decomposition is known up to signs.
@@ -81,7 +83,6 @@ def runs(op: OpInfo, samples: int) -> Iterator[tuple[bool, bool]]:
                     made[id(t)] = repeated(rows, index, plan[id(t)])
 
             def run(change: Any, op: OpInfo = op, call: Any = call) -> Any:
-                torch.manual_seed(0)  # of attention's dropout, which is drawn for the expanded shape
                 given, args, kwargs = tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, call)
                 return tree_leaves(op.op(given, *args, **kwargs))
 
@@ -90,7 +91,10 @@ def runs(op: OpInfo, samples: int) -> Iterator[tuple[bool, bool]]:
             except Exception:  # torch refuses this choice of rows
                 continue
             expanded.clear()
-            found = run(lambda t, made=made: made.get(id(t), t))
+            try:
+                found = run(lambda t, made=made: made.get(id(t), t))
+            except RuleError:  # a write, as of an embedding with a max_norm
+                continue
             yield all(map(equal, found, wanted)), not expanded
 
 
@@ -128,12 +132,12 @@ def test_a_type_of_fifty_lines_is_right_on_a_sample_of_op_db() -> None:
     assert ran > 70
 
 
-def test_a_write_without_a_rule_is_kept() -> None:
-    repeated, index = page()["Repeated"], torch.tensor([0, 0, 1])
-    x = repeated(torch.ones(2, 4), index)
-    plain, noise = x.full(), torch.arange(12.0).view(3, 4)
-    assert x.add_(noise) is x
-    assert torch.equal(x.full(), plain.add_(noise))
+def test_a_write_without_a_rule_is_refused() -> None:
+    x = page()["Repeated"](torch.ones(2, 4), torch.tensor([0, 0, 1]))
+    for call in (lambda: x.add_(torch.arange(12.0).view(3, 4)), lambda: x.detach().bernoulli_(0.5)):
+        with pytest.raises(RuleError, match="rows that are no longer equal"):
+            call()
+    assert torch.equal(x.full(), torch.ones(3, 4))
 
 
 @pytest.mark.slow
