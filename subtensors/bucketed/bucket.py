@@ -78,7 +78,7 @@ class Bucket:
         """The reason why it can't be captured, once that is known."""
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
-        self.checked_sizes: set[tuple[int, ...]] = set()
+        self.checked_sizes: set[tuple[HostSize, ...]] = set()
         """The true sizes at which its results were compared with the plain program's."""
         self.is_allocated = False
         self.statics: list[Tensor] = []

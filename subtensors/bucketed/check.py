@@ -27,6 +27,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_cache import CachedCall
@@ -41,14 +42,16 @@ from subtensors.bucketed.compare_runs import (
     observe,
     unit_in_the_last_place,
 )
+from subtensors.bucketed.outputs import cut_and_copy_aliases
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import ObjectSnapshot
+from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_result_objects
 from subtensors.bucketed.side_effects import Snapshot, dense_of
 from subtensors.bucketed.statistics import summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_distributed
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.true_sizes import HostSize
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.size_debug import PaddedSizeWarning, watch_sizes
@@ -148,7 +151,7 @@ class Checker:
             return False  # it may call collectives, as its first run will tell; its second call is due
         if self.every and self._calls % self.every == 0:
             return True
-        if spec.sizes in bucket.checked_sizes or self._state.no_capture_reason():
+        if tuple(spec.host.values()) in bucket.checked_sizes or self._state.no_capture_reason():
             return False
         return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
 
@@ -169,7 +172,7 @@ class Checker:
         sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
         self._places = [f"argument {place.removeprefix('argument ')}" for place in call.places]
         before = self.snapshot(bucket, leaves)
-        expected = self._run_plain(bucket, leaves, spec.sizes, before)
+        expected = self._run_plain(bucket, leaves, tuple(spec.host.values()), before)
         if expected.is_final:
             return expected.result, self._report(sizes, expected.not_checked)
         is_replay, calls = bucket.is_captured, bucket.statistics.calls
@@ -208,7 +211,7 @@ class Checker:
         return Snapshot(self._state, [bucket.device], [], [*extra, *given, *callers_tensors(others)], undo)
 
     def _run_plain(
-        self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[int, ...], before: Snapshot
+        self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[HostSize, ...], before: Snapshot
     ) -> Expected:
         """Run the plain program on unpadded arguments, and undo what it wrote.
 
@@ -317,7 +320,11 @@ class Checker:
 def _call_here(bucket: Bucket, leaves: Sequence[PyTree]) -> PyTree:
     """Call the program; a backward of its own runs on this thread, as `Snapshot` needs it."""
     with torch.autograd.set_multithreading_enabled(False):
-        return bucket.call(leaves)
+        result = bucket.call(leaves)
+    if not any(isinstance(x, PaddedTensor) for x in leaves):
+        return result
+    results, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, leaves))))
+    return pytree.tree_unflatten(cut_and_copy_aliases(results, []), structure)
 
 
 def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -331,13 +338,9 @@ def _moved_leaf(x: PyTree, unit: float, direction: int) -> PyTree:
 
 
 def _unpadded(x: PyTree) -> PyTree:
-    """Return the plain tensor that a PaddedTensor stands for; other values as they are."""
-    if not isinstance(x, PaddedTensor):
-        return x
-    plain = x.unpad()
-    if isinstance(plain, list):
-        raise RuleError("a ragged PaddedTensor among the arguments stands for no single tensor")
-    return plain
+    """Return the plain tensor that a PaddedTensor stands for; a ragged one, which stands for none, as other values."""
+    plain = x.unpad() if isinstance(x, PaddedTensor) else x
+    return x if isinstance(plain, list) and isinstance(x, PaddedTensor) else plain
 
 
 def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:

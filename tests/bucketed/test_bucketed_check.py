@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from pretend_graphs import pretend
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -358,3 +360,30 @@ def test_a_check_on_demand_reports_and_writes_nothing(device: str) -> None:
 def test_another_schedule_is_refused(check: object) -> None:
     with pytest.raises(ValueError, match="check is 'first', False or an int of at least 1"):
         st.bucketed(torch.exp, {0: {0: SEQ}}, check=check)  # type: ignore[arg-type]
+
+
+def test_ragged_arguments_are_compared_with_the_program_on_these_arguments(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        pretend(monkeypatch)
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.softmax(1) * y.sum() * float(os.environ["SCALE"]), x.sum()
+
+    def ragged(*lengths: int) -> Tensor:
+        return st.pad([torch.randn(k, dtype=torch.float64, device=device) for k in lengths], {0: st.Dim("m", max=16)})
+
+    monkeypatch.setenv("SCALE", "2")
+    run = st.bucketed(program, {"y": {0: SEQ}}, check=2)
+    y = torch.ones(3, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for lengths in ((3, 5), (3, 5), (2, 7), (4, 4)):
+            sums = [float(row.sum()) for row in run(ragged(*lengths), y)[0]]
+            assert sums == pytest.approx([6, 6])
+        assert (run.stats().checked, dict(run.stats().not_checked)) == (4, {})
+        monkeypatch.setenv("SCALE", "3")  # which nothing watches
+        for _ in range(2):
+            rows, _ = run(ragged(4, 6), y)
+    assert [float(row.sum()) for row in rows] == pytest.approx([9, 9])
+    assert any("differ" in reason for reason in run.stats().fallbacks)
