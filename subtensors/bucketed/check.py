@@ -45,6 +45,7 @@ from subtensors.bucketed.compare_runs import (
 from subtensors.bucketed.outputs import cut_and_copy_aliases
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_result_objects
+from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import Snapshot, dense_of
 from subtensors.bucketed.statistics import summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
@@ -207,8 +208,9 @@ class Checker:
         """Return a snapshot of what a call may write to: the state, tensors and objects among the arguments."""
         given = [dense_of(x) for x in leaves if isinstance(x, Tensor)]
         others = [x for x in leaves if not isinstance(x, Tensor)]
-        undo = [ObjectSnapshot(others).restore]
-        return Snapshot(self._state, [bucket.device], [], [*extra, *given, *callers_tensors(others)], undo)
+        undo, own = [ObjectSnapshot(others).restore], generators_in(others)
+        tensors = [*extra, *given, *callers_tensors(others)]
+        return Snapshot(self._state, [bucket.device], [], tensors, undo, own)
 
     def _run_plain(
         self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[HostSize, ...], before: Snapshot

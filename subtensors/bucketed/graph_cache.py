@@ -36,6 +36,7 @@ from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.compiled import CompileCache, CompileOptions
 from subtensors.bucketed.program_state import State
+from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
@@ -233,16 +234,18 @@ class GraphCache:
 
     def _capture(self, bucket: Bucket) -> None:
         """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""
-        registered, rng = self.state.registered(), RngState() if self.state.draws_random_numbers else None
+        registered, own = self.state.registered(), [*self.state.generators, *generators_in(bucket.uncopied.values())]
+        rng = RngState(own=own) if self.state.draws_random_numbers or own else None
         try:
             bucket.capture()
             # Other threads draw there too.
             if bucket.pool is not None and rng is not None and rng.has_host_drawn():
-                rng.restore()
                 raise RuleError("it draws random numbers on the host, which a graph would repeat: draw on the device")
             if replaced := self.state.restore_registered(registered):
                 raise RuleError(f"it replaces {replaced}, and a graph can only write to it")
         except Exception as error:  # CUDA's, or a rule's that needs sizes on the host
+            if bucket.pool is not None and rng is not None and rng.has_host_drawn():
+                rng.restore()
             bucket.refuse(error)
             return
         if self.memory_limit is None or self.bytes() <= self.memory_limit:

@@ -54,6 +54,7 @@ class State:
         """Take a new snapshot: the present state counts as the captured one."""
         reachable = ReachableState(self._program)
         self.draws_random_numbers, self.has_scaler = reachable.draws_random_numbers, reachable.has_scaler
+        self.generators = reachable.generators
         user_key = self.guard.user_key if hasattr(self, "guard") else None
         self.guard = StateGuard(reachable)
         self.guard.user_key = user_key

@@ -14,17 +14,22 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from subtensors.dispatch.fused.read_values import function_of, is_library, names_in
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.padded.padded_tensor import PaddedTensor
+
+Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator"
+"""A random generator of a program's own."""
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
 
@@ -105,6 +110,7 @@ class ReachableState:
         found = [x for x in parts if not isinstance(x.value, Tensor) or x.value.requires_grad or _is_named(x, names)]
         self.parts = list({id(x.value): x.value for x in found}.values())
         """Its modules, tensors and optimizers."""
+        self.generators = generators_in(x.value for x in reached)
         self.has_scaler = any(isinstance(x.value, torch.amp.GradScaler) for x in reached)
         called = {getattr(x.value, "__name__", None) for x in reached}
         self.draws_random_numbers = not _RANDOM_FUNCTIONS.isdisjoint(names | called)
@@ -123,6 +129,11 @@ class ReachableState:
                 way = way.within
         self.locations = list(located.values())
         """The locations of its parts, objects and containers, and on the way there, each with the value found there."""
+
+
+def generators_in(values: Iterable[object]) -> list[Generator]:
+    """Return the random generators among some values."""
+    return [x for x in values if isinstance(x, torch.Generator | random.Random | np.random.Generator)]
 
 
 def _walk(start: _Found, depth: int) -> list[_Found]:

@@ -12,6 +12,7 @@ after the call, so they are dropped: the parameter then has no gradient rather t
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import threading
 import weakref
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from subtensors.bucketed.program_state import State
+from subtensors.bucketed.reachable_state import Generator
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.dispatch.graphs.guards import TensorSnapshot, Writes, are_same
@@ -44,10 +46,11 @@ _NumpyState: TypeAlias = tuple[str, bytes, int, int, float]
 
 
 class RngState:
-    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's own.
+    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's, and a program's own.
 
     Args:
         devices: the devices; the CPU is always included.
+        own: generators of the program.
 
     Example:
         >>> state = RngState()
@@ -59,19 +62,25 @@ class RngState:
         False
     """
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+    def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Generator] = ()) -> None:
         gpus = {device for device in devices if device.type == "cuda"}
         self._states = {device: capture.rng_state(device) for device in (_CPU, *gpus)}
         self._host = _host_states()
+        self._own = [(generator, _own_state(generator)) for generator in own]
 
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        return _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU])
+        if _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU]):
+            return True
+        on_host = ((own, state) for own, state in self._own if getattr(own, "device", _CPU).type == "cpu")
+        return any(_own_state(own) != state for own, state in on_host)
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since the snapshot, on the host or a device."""
-        return self.has_host_drawn() or any(
-            not _are_equal(capture.rng_state(device), state) for device, state in self._states.items()
+        return (
+            self.has_host_drawn()
+            or any(not _are_equal(capture.rng_state(device), state) for device, state in self._states.items())
+            or any(_own_state(own) != state for own, state in self._own)
         )
 
     def restore(self) -> None:
@@ -82,6 +91,23 @@ class RngState:
         random.setstate(python_state)
         numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
         np.random.set_state(numpy_state)
+        for own, state in self._own:
+            _restore_own(own, state)
+
+
+def _own_state(generator: Generator) -> bytes:
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy())
+
+
+def _restore_own(generator: Generator, state: bytes) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        generator.set_state(torch.from_numpy(pickle.loads(state)))
 
 
 def _host_states() -> tuple[_PythonState, _NumpyState]:
@@ -104,7 +130,7 @@ def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[tor
         devices: the devices on which it runs, besides those of its state.
     """
     registered, values = state.registered(), _Values(buffers)
-    rng = RngState([*devices, *[t.device for t in state.tensors()]])
+    rng = RngState([*devices, *[t.device for t in state.tensors()]], state.generators)
     with autograd.without_version_bumps(buffers):
         try:
             yield
@@ -172,6 +198,7 @@ class Snapshot:
         always: tensors that are copied however large they are.
         extra: further tensors that may be written to.
         undo: functions that restore what else may be written to.
+        generators: random generators besides those of the state.
     """
 
     def __init__(
@@ -181,9 +208,10 @@ class Snapshot:
         always: Sequence[Tensor],
         extra: Iterable[Tensor],
         undo: Sequence[Callable[[], object]] = (),
+        generators: Iterable[Generator] = (),
     ) -> None:
         self._state, self._registered = state, state.registered()
-        self._rng = RngState([*devices, *[t.device for t in state.tensors()]])
+        self._rng = RngState([*devices, *[t.device for t in state.tensors()]], [*state.generators, *generators])
         self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         # What other threads do to gradients from now on is not undone, unless an optimizer has read them.

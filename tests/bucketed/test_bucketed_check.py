@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pretend_graphs import pretend
@@ -261,6 +264,44 @@ def test_what_the_program_writes_is_written_once(device: str) -> None:
             torch.testing.assert_close(ours.running_mean, theirs.running_mean)
             torch.testing.assert_close(ours.running_var, theirs.running_var)
     assert run.stats().checked == 3
+
+
+class Noise(nn.Module):
+    """Adds a number that a generator of its own draws on the host."""
+
+    def __init__(self, draw: Callable[[Any], float], generator: object) -> None:
+        super().__init__()
+        self.draw, self.generator = draw, generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) + self.draw(self.generator)
+
+
+OWN: dict[str, tuple[Callable[[Any], float], Callable[[], object]]] = {
+    "torch's": (lambda g: float(torch.rand((), generator=g)), lambda: torch.Generator().manual_seed(3)),
+    "NumPy's": (lambda g: float(g.random()), lambda: np.random.default_rng(3)),
+    "Python's": (lambda g: g.random(), lambda: random.Random(3)),
+}
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("name", OWN)
+def test_a_generator_of_the_programs_own_draws_what_it_draws_in_the_plain_program(
+    device: str, name: str, is_argument: bool
+) -> None:
+    draw, generator = OWN[name]
+    noise, given, plain = Noise(draw, generator()), generator(), Noise(draw, generator())
+
+    def takes_it(x: Tensor, generator: object) -> Tensor:
+        return x.sum(1) + draw(generator)
+
+    run = st.bucketed(takes_it if is_argument else noise, DIMS)
+    for n in (5, 5, 6, 13, 5):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x, given) if is_argument else run(x), plain(x))
+    assert run.stats().checked == 0
+    assert [*run.stats().not_checked, *run.stats().fallbacks]
 
 
 @pytest.mark.usefixtures("captured")
