@@ -8,9 +8,11 @@ it, and in a ragged batch it has to be the same for every row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from subtensors.dispatch.graphs.host_reads import needs_host
@@ -28,7 +30,7 @@ from subtensors.dispatch.padded.padded_size import (
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.positions import take_range
 from subtensors.dispatch.padded.true_sizes import rows_symbol
-from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.sizes.expressions import Size, added, floor_divided, largest, multiplied, sliced, smallest
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -41,6 +43,8 @@ def select(call: PaddedCall, x: PaddedValue, dim: int, index: int) -> PaddedValu
     """Select an index of a dim; a negative one counts from the true end."""
     d = dim % x.dim()
     dims = [factors for i, factors in enumerate(x.dims) if i != d]
+    if len(x.dims[d]) > 1 and (position := _scattered_position(call, x, d, index)) is not None:
+        return result(x.dense.select(d, position), dims, x.sizes, x.fill)
     size, at, sizes = prefix_size(x, d), true_expression(index), sizes_with(x.sizes, index)
     if size == rows_symbol():
         return _select_row(x, d, index)
@@ -57,6 +61,19 @@ def select(call: PaddedCall, x: PaddedValue, dim: int, index: int) -> PaddedValu
     assert sizes is not None
     one = take_range(replace(x, sizes=sizes), d, sizes.of_each(at), 1, static_dims([1])[0])
     return replace(result(one.dense.squeeze(d), dims, sizes), view="copy")
+
+
+def _scattered_position(call: PaddedCall, x: PaddedValue, d: int, index: int) -> int | None:
+    """Return where an index of a dim that was flattened from several lies in the bucket, if the host knows that."""
+    if isinstance(index, PaddedSize) or x.sizes is None or not x.sizes.known_on_host or is_traced(x.dense):
+        return None
+    require_size(call, x.sizes, size_of(x.dims[d]), index + 1 if index >= 0 else -index)
+    each = [set(x.sizes.each_on_host(factor.size)) for factor in x.dims[d]]
+    if any(len(sizes) > 1 for sizes in each):
+        return None
+    shape = [size for sizes in each for size in sizes]
+    places = np.unravel_index(index % math.prod(shape), shape)
+    return int(np.ravel_multi_index(places, [factor.bucket for factor in x.dims[d]]))
 
 
 def _select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:

@@ -46,7 +46,8 @@ def remember_views(
                 for x in _with_bases(base):
                     x._copied_views = [*(view for view in x._copied_views if view() is not None), weakref.ref(result)]
             result._view_source = ViewSource(
-                weakref.ref(base) if result._view == "copy" else lambda base=base: base,  # type: ignore[misc]
+                # A base that is itself a view may have no other holder, as in `x.flatten()[2:4].zero_()`.
+                weakref.ref(base) if result._view == "copy" and not base._view else lambda base=base: base,  # type: ignore[misc]
                 _view_of(func, args, kwargs, base, i),
                 _versions(base, result._view == "copy"),
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import subtensors as st
 
@@ -223,3 +224,45 @@ def test_a_recorded_write_raises_while_a_plain_view_is_alive() -> None:
         y.mul_(2)
     del last
     assert y.mul_(2).unpad().eq(2).all()
+
+
+A, B = st.Dim("a", max=64, buckets=8), st.Dim("b", max=64, buckets=4)
+CHAINED_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a slice of a flattened dim": lambda x: x.view(-1, 3)[3:5].fill_(2.0),
+    "the end of a flattened dim": lambda x: x.view(-1, 3)[-4:].mul_(2.0),
+    "a slice of all elements": lambda x: x.view(-1)[5:].mul_(2.0),
+    "a position of a flattened dim": lambda x: x.view(-1, 3)[9].fill_(2.0),
+    "a position from its end": lambda x: x.flatten(0, 1)[-8].add_(1.0),
+    "a slice of a slice from the end": lambda x: x[:, -4:][:, 1:3].zero_(),
+    "a slice of a flattened slice": lambda x: x.flatten(0, 1)[2:][4:9].neg_(),
+    "a column of the last rows": lambda x: x[-3:].transpose(0, 1)[1].add_(1.0),
+}
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", CHAINED_WRITES)
+def test_a_write_through_a_view_that_nothing_else_holds_reaches_the_base(name: str, enabled: bool) -> None:
+    if enabled and "position" in name:
+        pytest.skip("a view without padded dims is a plain tensor, in which autograd refuses the write")
+    source = torch.randn(5, 7, 3, dtype=torch.float64)
+    cotangent, found = torch.randn_like(source), []
+    for padded in (False, True):
+        leaf = source.clone().requires_grad_(enabled)
+        with torch.set_grad_enabled(enabled):
+            x = (st.pad(leaf, {0: A, 1: B}, value=float("nan")) if padded else leaf) * 1
+            CHAINED_WRITES[name](x)
+            out = x.unpad() if isinstance(x, st.PaddedTensor) else x
+        found.append(out.detach())
+        if enabled:
+            out.backward(cotangent)
+            found.append(leaf.grad)
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half])
+
+
+def test_a_view_of_a_view_that_nothing_else_holds_sees_writes_to_the_base() -> None:
+    source = torch.randn(5, 7, 3, dtype=torch.float64)
+    x = st.pad(source, {0: A, 1: B}).clone()
+    part = x.view(-1, 3)[3:9]
+    x.mul_(3)
+    torch.testing.assert_close(part.unpad(), source.view(-1, 3)[3:9] * 3)
