@@ -193,8 +193,8 @@ def bordered(
             continue
         elif left or right:
             size = _countable_size(x, d) + left + right
-            if min(left, right) < 0:
-                require_size(call, sizes, size, 0)
+            if cut := max(-left, 0) + max(-right, 0):
+                require_size(call, sizes, _countable_size(x, d), cut)
                 size = largest(0, size)
         else:
             continue

@@ -69,7 +69,8 @@ def _resized(
     for d, size in enumerate(sizes, start=x.dim() - len(sizes)):
         bucket = out.shape[len(dims)]
         if x.is_padded(d):
-            require_size(call, x.sizes, size, 1)
+            for needed in (prefix_size(x, d), size):
+                require_size(call, x.sizes, needed, 1)
         dims.append(padded_dim(bucket, size) if x.is_padded(d) else static_dims([bucket])[0])
     return result(out, dims, x.sizes)
 

@@ -1,4 +1,4 @@
-"""The results of a program at the bucket's size, from which each call copies its part, cut to its true sizes."""
+"""The results of a program: at the bucket's size, from which each call copies its part, or of a run at true sizes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.python_objects import flatten_result_objects
+from subtensors.bucketed.python_objects import flatten_result_objects, replaced_leaves
+from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import realized
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.padded.autograd import unwrap_with_grad
+from subtensors.padded.fallback import write_unpadded
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import unpad_value
 
@@ -141,6 +143,46 @@ def _output(leaf: PyTree) -> Output:
     return Output(value.dense, value.dims, sizes.symbols, sizes.buckets, sizes.rows)
 
 
+def run_at_true_sizes(program: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+    """Run a program on unpadded arguments, and return its result with PaddedTensors cut to their valid part.
+
+    A ragged PaddedTensor stands for no one tensor, and is given as it is; so is one of true sizes that the host does
+    not know, as in a capture.
+
+    Example:
+        >>> import subtensors as st
+        >>> x = st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)})
+        >>> run_at_true_sizes(lambda x: x / x.shape[0], (x,), {})
+        tensor([0.3333, 0.3333, 0.3333])
+    """
+    copies: list[tuple[PaddedTensor, Tensor, int]] = []
+
+    def unpadded(x: PyTree) -> PyTree:
+        plain = _unpad_if_known(x) if isinstance(x, PaddedTensor) else x
+        if not isinstance(x, PaddedTensor) or not isinstance(plain, Tensor) or plain is x:
+            return x
+        if _memory(plain) != _memory(x._dense):  # of flattened dims, which are no view of the storage
+            copies.append((x, plain, plain._version))
+        return plain
+
+    with replaced_leaves((args, kwargs), unpadded) as (own_args, own_kwargs):
+        result = program(*own_args, **own_kwargs)
+    for x, plain, version in copies:
+        if plain._version != version:
+            write_unpadded(x, plain)
+    if not tree_has(PaddedTensor, (args, kwargs, result)):
+        return result
+    leaves, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, args))))
+    return pytree.tree_unflatten(cut_and_copy_aliases(leaves, []), structure)
+
+
+def _unpad_if_known(x: PaddedTensor) -> Tensor | list[Tensor]:
+    try:
+        return x.unpad()
+    except RuleError:
+        return x
+
+
 def cut_and_copy_aliases(results: Iterable[PyTree], aliased: Iterable[object]) -> list[PyTree]:
     """Return the leaves of a result: padded ones cut to their valid part, and copies of those that alias others.
 
@@ -162,7 +204,7 @@ def _copy_if_aliased(x: PyTree, addresses: Collection[int | None]) -> PyTree:
         return x.at(dict(zip(x.sizes.symbols, x.sizes.host(), strict=True)))
     if not isinstance(x, PaddedTensor):
         return x.clone() if isinstance(x, Tensor) and _memory(x) in addresses else x
-    return own_copy(x.unpad())
+    return own_copy(_unpad_if_known(x))
 
 
 def own_copy(part: Tensor | list[Tensor]) -> PyTree:

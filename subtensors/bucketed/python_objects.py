@@ -1,14 +1,16 @@
 """Python objects in the arguments and results of a call: flattened to their tensors, and restored after a run.
 
 An object that holds tensors is no container to torch's pytrees: `FlattenedObject` makes it one, by its attributes. What
-a run of the program writes to an object among its arguments is detected and undone by an `ObjectSnapshot`.
+a run of the program writes to an object among its arguments is detected and undone by an `ObjectSnapshot`. A run on
+other tensors in the caller's own containers is a `replaced_leaves`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -174,3 +176,64 @@ def _flatten_objects(tree: PyTree, is_flattened: Callable[[object, list[object]]
         return FlattenedObject(type(x), attributes) if is_flattened(x, parts) else x
 
     return pytree.tree_map(flatten, tree)
+
+
+@contextmanager
+def replaced_leaves(tree: PyTree, replacement: Callable[[PyTree], PyTree]) -> Iterator[PyTree]:
+    """A context in which the leaves of arguments are replaced; gives the arguments.
+
+    Lists, dicts and dataclasses stay the caller's own, so that what a program writes to them stays written; where they
+    still hold a replacement at the end, they get their leaf back.
+
+    Args:
+        tree: a pytree; dataclasses in it count as containers.
+        replacement: returns what stands for a leaf, which may be the leaf itself.
+
+    Example:
+        >>> given = [1, 2]
+        >>> with replaced_leaves((given,), lambda x: x * 10) as (inside,):
+        ...     print(inside)
+        ...     inside.append(3)
+        [10, 20]
+        >>> given
+        [1, 2, 3]
+    """
+    written: list[tuple[Any, object, object]] = []
+    seen = set[int]()
+
+    def replaced(x: Any) -> Any:
+        if _is_writable(x):
+            for name, part in _entries(x) if id(x) not in seen else ():
+                seen.add(id(x))
+                if (new := replaced(part)) is not part:
+                    _set_entry(x, name, new)
+                    written.append((x, part, new))
+            return x
+        parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
+        if structure.is_leaf():
+            return replacement(x)
+        new_parts = [*map(replaced, parts)]
+        return x if are_same(new_parts, parts) else pytree.tree_unflatten(new_parts, structure)
+
+    try:
+        yield replaced(tree)
+    finally:
+        for x, part, new in reversed(written):
+            for name, now in _entries(x):
+                if now is new:
+                    _set_entry(x, name, part)
+
+
+def _is_writable(x: object) -> bool:
+    return isinstance(x, (list, dict)) or (dataclasses.is_dataclass(x) and not isinstance(x, (type, Tensor)))
+
+
+def _entries(x: Any) -> list[tuple[Any, object]]:
+    return [*(x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else attributes_of(x).items())]
+
+
+def _set_entry(x: Any, name: Any, value: object) -> None:
+    if isinstance(x, (list, dict)):
+        x[name] = value
+    else:
+        object.__setattr__(x, name, value)

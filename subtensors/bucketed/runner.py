@@ -54,6 +54,7 @@ from subtensors.bucketed.dim_spec import ArgumentDims, warmup_calls, with_progre
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.module_proxy import Program
+from subtensors.bucketed.outputs import run_at_true_sizes
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reports import Reports
 from subtensors.bucketed.side_effects import Snapshot, rolled_back
@@ -225,7 +226,7 @@ class Bucketed(Reports, Generic[P, R]):
         """Run the program at its true sizes; an error of its own is raised as it is, without a word about graphs."""
         self.fallbacks.refuse(reason, error)
         with self.state.guard.during_run():
-            result = self.program(*args, **kwargs)
+            result = run_at_true_sizes(self.program, args, kwargs)
         self.fallbacks.count(reason)
         return result
 

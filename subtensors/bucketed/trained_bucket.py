@@ -31,7 +31,7 @@ from subtensors.bucketed.side_effects import SideEffects, TrainingDetector, dens
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
@@ -180,7 +180,8 @@ class TrainedBucket(Bucket):
                 if writes.any():
                     given.copy_(x.unpad())
             self.load(leaves, spec.sizes)
-        roots = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+        # A ragged result is a list of its rows.
+        roots = [x for x in tree_tensors(results) if x.requires_grad]
         self.is_differentiable = bool(roots)
         if not self.no_graph_reason and roots and steps.any():
             self.no_graph_reason = (

@@ -104,7 +104,7 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
     fallbacks[name] += 1
     for i, t in copies.items():
         if t._version != versions[i] or (i == 0 and name in RAW_MEMORY_FUNCTIONS):
-            _write(padded[i], t)
+            write_unpadded(padded[i], t)
     inputs = {id(t): padded[i] for i, t in copies.items()}
     outs, out_spec = tree_flatten(out)
     # A result that is an argument is returned as the caller's own tensor.
@@ -138,8 +138,8 @@ def _check_sizes_known(func: Callable[..., PyTree], padded: list[PaddedTensor], 
             ) from reason
 
 
-def _write(target: PaddedTensor, new: Tensor) -> None:
-    """Copy what the function wrote to an unpadded copy back into the argument."""
+def write_unpadded(target: PaddedTensor, new: Tensor) -> None:
+    """Copy what was written to an unpadded copy of a PaddedTensor back into it."""
     if tuple(new.shape) != target.logical_shape:
         raise RuleError(f"in place, a PaddedTensor keeps its true shape {target.logical_shape}; got {tuple(new.shape)}")
     value = unwrap(target)

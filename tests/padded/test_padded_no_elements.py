@@ -120,6 +120,23 @@ def test_what_torch_refuses_at_the_true_size_is_refused_whatever_the_bucket_is(n
             call(st.pad(x, {2: SEQ}).requires_grad_(tracked))
 
 
+EMPTY: dict[str, Callable[[Tensor], object]] = {
+    "a convolution of its border": lambda x: F.conv1d(x, torch.ones(4, 3, 3), padding=2),
+    "a transposed convolution": lambda x: F.conv_transpose1d(x, torch.ones(3, 4, 3)),
+    "a pooling of its border": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "a border that cuts one side off": lambda x: F.pad(x, (-1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_what_torch_refuses_of_no_elements_is_refused(name: str) -> None:
+    x = torch.ones(2, 3, 0)
+    with pytest.raises(RuntimeError) as plain:
+        EMPTY[name](x)
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value))):
+        EMPTY[name](st.pad(x, {2: SEQ}))
+
+
 @pytest.mark.parametrize("name", TOO_SMALL)
 def test_a_row_that_is_too_short_for_a_call_is_refused(name: str) -> None:
     rows = [torch.ones(n, 3, dtype=torch.float64) for n in (5, 8)]
