@@ -43,7 +43,7 @@ class RequiredSizes:
     """The sizes below which an op of a program raises an error, which a replay of the program's graph can't."""
 
     def __init__(self) -> None:
-        self._found: set[tuple[Size, int, tuple[sympy.Symbol, ...], int | None]] = set()
+        self.found: set[tuple[Size, int, tuple[sympy.Symbol, ...], int | None]] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -56,11 +56,11 @@ class RequiredSizes:
 
     def add(self, size: Size, least: int, sizes: TrueSizes) -> None:
         """Note that an expression must be at least some number in every row."""
-        self._found.add((size, least, sizes.symbols, sizes.rows))
+        self.found.add((size, least, sizes.symbols, sizes.rows))
 
     def unmet(self, host: Mapping[sympy.Symbol, HostSize]) -> str:
         """Return in words which requirement some true sizes don't meet, or ""."""
-        for size, least, symbols, rows in self._found:
+        for size, least, symbols, rows in self.found:
             if min(_each_on_host(size, symbols, tuple(host[symbol] for symbol in symbols), rows)) < least:
                 return f"an op needs a size of at least {least}, and {size} is smaller"
         return ""

@@ -248,7 +248,7 @@ class Bucket:
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
         with self.watched(), use_reference_while_compiling() if self.pool is not None else nullcontext():
             result = self.run_once(spec.host)
-        if reason := self.no_replay_reason(leaves):
+        if reason := self.required_sizes.unmet(spec.host) or self.no_replay_reason(leaves):
             raise RuleError(reason)
         self.write_back(leaves)
         if self.no_graph_reason:

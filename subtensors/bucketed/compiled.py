@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.padded.true_sizes import RequiredSizes
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.torch_internals import compiler
 from subtensors.dispatch.torch_internals.compiler import CompiledGraph
@@ -44,6 +45,7 @@ class TraceableProgram(Protocol):
     spec: CallSpec
     device: torch.device
     written_inputs: set[int]
+    required_sizes: RequiredSizes
 
     def inputs(self) -> list[Tensor]:
         """Return the static inputs."""
@@ -82,6 +84,7 @@ class CompileCache:
     def __init__(self, options: CompileOptions | None) -> None:
         self.options = options
         self.by_family: dict[BucketKey, CompiledCode] = {}
+        self._required_sizes: dict[BucketKey, RequiredSizes] = {}
         self._dropped_compilations = 0
 
     def code_for(self, bucket: P, make: Callable[[P, CompileOptions], C]) -> C | None:
@@ -96,6 +99,8 @@ class CompileCache:
         family = bucket.spec.family_key
         if family not in self.by_family:
             self.by_family[family] = make(bucket, self.options)
+            self._required_sizes[family] = bucket.required_sizes
+        bucket.required_sizes = self._required_sizes[family]
         return cast("C", self.by_family[family])
 
     @property

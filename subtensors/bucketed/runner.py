@@ -161,7 +161,9 @@ class Bucketed(Reports, Generic[P, R]):
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
-        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason:
+        is_new = bucket.required_sizes.found and cached.outputs is not bucket.outputs
+        unmet = bucket.required_sizes.unmet(spec.host) if is_new else ""
+        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or unmet:
             return self._fall_back(reason, None, args, kwargs)
         self.state.guard.check_resident()
         requires_grad = isinstance(bucket, TrainedBucket)
@@ -179,7 +181,7 @@ class Bucketed(Reports, Generic[P, R]):
                 reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
                 return self._fall_back(reason, None, args, kwargs)
             return self._first_call(cached, leaves, args, kwargs)
-        if reason := bucket.required_sizes.unmet(spec.host) or bucket.no_replay_reason(leaves):
+        if reason := bucket.no_replay_reason(leaves):
             return self._fall_back(reason, None, args, kwargs)
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
@@ -214,8 +216,8 @@ class Bucketed(Reports, Generic[P, R]):
         self, bucket: TrainedBucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec
     ) -> PyTree:
         """Replay the graph as a node of the caller's autograd graph."""
-        assert bucket.outputs is not None
         outputs = bucket.outputs
+        assert outputs is not None
         call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
         tensors = iter(TrackedFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
         bucket.count_call(cached.elements, is_hit=True)
@@ -280,9 +282,8 @@ class Bucketed(Reports, Generic[P, R]):
             calls = warmup_calls(self.dims, self.graph_cache.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
             self.state.guard.check_resident()
-            given, _ = flatten(args, kwargs)
-            in_place = [x for x in given if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
-            extra = [*callers_tensors(in_place), *self.state.tensors()]
+            given = [x for x in flatten(args, kwargs)[0] if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
+            extra = [*callers_tensors(given), *self.state.tensors()]
             with rolled_back(Snapshot(self.state, devices, self.state.buffers(), extra)):
                 for leaves, own_args, own_kwargs in with_progress(calls, f"capturing {self.name}", progress):
                     self._warm_up(leaves, own_args, own_kwargs)
@@ -290,8 +291,7 @@ class Bucketed(Reports, Generic[P, R]):
 
     def _warm_up(self, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> None:
         """Capture the bucket of one call."""
-        _, structure = flatten(args, kwargs)
-        shared = shared_key(self.state, leaves, structure, args, kwargs)
+        shared = shared_key(self.state, leaves, flatten(args, kwargs)[1], args, kwargs)
         cached = self.call_cache.analyze(shared, leaves, args, kwargs)
         bucket, spec = cached.bucket, cached.spec
         if isinstance(bucket, TrainedBucket):

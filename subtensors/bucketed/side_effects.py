@@ -91,8 +91,8 @@ class RngState:
         random.setstate(python_state)
         numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
         np.random.set_state(numpy_state)
-        for own, state in self._own:
-            _restore_own(own, state)
+        for own, before in self._own:
+            _restore_own(own, before)
 
 
 def _own_state(generator: Generator) -> bytes:

@@ -292,3 +292,19 @@ def test_a_first_call_that_is_too_small_leaves_the_bucket_to_others(device: str,
         with torch.no_grad(), nullcontext() if n > 5 else pytest.raises(RuntimeError, match="Kernel size"):
             run(rows(n, device).double())
     assert run.stats().hits == 2
+
+
+@pytest.mark.parametrize("name", NEEDS_SIX)
+@torch.no_grad()
+def test_compiled_code_of_a_larger_bucket_gives_the_programs_own_error(device: str, name: str) -> None:
+    program = NEEDS_SIX[name]
+    run = st.bucketed(program, DIMS, check=False, compile={"backend": "aot_eager"})
+    for n in (16, 8, 5):
+        x = rows(n, device)
+        if n >= 6:
+            torch.testing.assert_close(run(x), program(x))
+            continue
+        with pytest.raises((IndexError, RuntimeError)) as plain:
+            program(x)
+        with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+            run(x)
