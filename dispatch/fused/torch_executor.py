@@ -55,8 +55,8 @@ class TorchExecutor(Executor):
         self.sized = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_ELEMENT]
         self.numbers = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_TENSOR]
         self.sizes = [t.numel() for t in columns[self.sized[0]]] if self.sized else []
-        stored = [i for i in self.sized if i in trace.program.stores]
-        self.in_views = [i for i in stored if all(map(Tensor.is_contiguous, columns[i]))]
+        self.contiguous = [i for i in self.sized if all(map(Tensor.is_contiguous, columns[i]))]
+        self.in_views = [i for i in self.contiguous if i in trace.program.stores]
         """The columns that are joined and written by way of 1-D views."""
         self.overlap = WrittenOverlap(trace.program.stores)
         self.joined = list(joined_parts(self.sizes)) if self._is_pointwise(columns) else []
@@ -118,7 +118,8 @@ class TorchExecutor(Executor):
         row = [column[indices[0]] for column in columns]
         stores = self.trace.program.stores
         if len(indices) > 1:
-            ones = {i: one for i, c in enumerate(columns) if (one := _as_one(c, indices)) is not None}
+            found = {i: _as_one(columns[i], indices) for i in (*self.contiguous, *self.numbers)}
+            ones = {i: one for i, one in found.items() if one is not None}
             views = {i: _flat(columns[i], indices) for i in self.in_views if i not in ones}
             for i in self.sized:
                 if i in ones:
@@ -130,12 +131,15 @@ class TorchExecutor(Executor):
             for i in stores:
                 if i in views:
                     torch.split_with_sizes_copy(row[i], sizes, out=views[i])
-                elif i in self.numbers and i in ones:
-                    ones[i][1:].copy_(row[i])
-                elif i not in ones:
-                    tensors = [columns[i][k] for k in indices]
+                    continue
+                tensors = [columns[i][k] for k in indices]
+                if i not in ones:
                     results = memory.split(row[i], tensors) if i in self.sized else [row[i]] * len(indices)
                     torch._foreach_copy_(tensors, results)
+                    continue
+                if i in self.numbers:
+                    ones[i][1:].copy_(row[i])
+                torch.autograd.graph.increment_version(tensors)
             return
         size = row[self.sized[0]].numel()
         piece = PIECE * torch.get_num_threads()

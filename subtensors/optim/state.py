@@ -260,7 +260,8 @@ def _side_by_side(params: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
             if not count:
                 made.append(torch.empty(shape, dtype=dtype))
                 continue
-            made.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=end).view(shape))
+            # By `data`, for autograd it is no view.
+            made.append(torch.frombuffer(buffer, dtype=dtype, count=count, offset=end).view(shape).data)
             end += count * dtype.itemsize
     return made
 
