@@ -26,7 +26,7 @@ from subtensors.chunked.torch_function import is_metadata_query
 from subtensors.dispatch.chunked.lazy_graph import NeedsMaterialize
 from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.linear_cross_entropy import composed
+from subtensors.dispatch.ops.linear_cross_entropy import composed, composed_op
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_leaves, tree_map_only
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -195,6 +195,8 @@ def _trace_call(function: Callable[..., PyTree], name: str, args: Args, kwargs: 
         )
     if name == "linear_cross_entropy":
         return composed(*args, **kwargs)
+    if name.startswith("_linear_cross_entropy_batch_chunked"):  # Dynamo traces the function down to its op
+        return composed_op(*args, **kwargs)
     if name == "__get__":
         attribute: str = function.__self__.__name__  # type: ignore[attr-defined]
         if attribute == "data":
