@@ -72,9 +72,14 @@ def composed(
 
 
 def composed_op(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, *rest: object
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    *rest: object,
 ) -> Tensor | tuple[Tensor]:
-    """Return what an op behind the function returns, without gradients: a loss of each row, or a tuple with a number.
+    """Return what an op behind the function does, without gradients: the loss of each row, or a tuple of a number.
 
     Raises:
         NotComposed: see `composed`.
