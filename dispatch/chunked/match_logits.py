@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, is_recording, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, recording
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
@@ -222,8 +222,7 @@ def is_input(value: LazyValue) -> bool:
 
 def carries_gradient(value: LazyValue, sources: Iterable[LazyValue]) -> bool:
     """Return whether a value can be recorded anew from its sources: without gradients, or where it has theirs."""
-    is_plain = not (is_differentiated() if is_recording() else torch.is_grad_enabled())
-    return is_plain or value.needs_grad or not any(source.needs_grad for source in sources)
+    return not is_differentiated() or value.needs_grad or not any(source.needs_grad for source in sources)
 
 
 def transposed_weight(weight: LazyValue) -> LazyValue:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from subtensors.chunked.custom_op import chunk_in_program, chunked_program, put
+from subtensors.chunked.custom_op import chunk_in_program, chunked_program, overwritten, put
 from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee
 from subtensors.chunked.record_call import log_fallback, log_unchunked
 from subtensors.chunked.source_program import ProgramSource, ProgramStep
@@ -253,6 +253,10 @@ def _trace_write(
         result = _trace_functional(function, expression, name, args, kwargs)
     if not isinstance(result, TracedChunk) or result.dtype != chunk.dtype:
         raise RuleError(f"{name}_ with chunked values under torch.compile has no rule here: take what {name} returns")
+    if chunk.full.requires_grad and not torch.is_grad_enabled() and name != "detach":
+        with torch.enable_grad():
+            step = ProgramStep("overwritten", (chunk.step, result.step), {})
+            result = _traced(overwritten(chunk.full, result.full), step)
     chunk.full, chunk.step, chunk.division = result.full, result.step, None
     if wrappers.requires_grad(result):
         wrappers.join(chunk, [chunk.full])
