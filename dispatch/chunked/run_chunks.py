@@ -10,7 +10,7 @@ from torch import Tensor
 from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto
 from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
-from subtensors.dispatch.chunked.overwrite import overwritten
+from subtensors.dispatch.chunked.record import overwritten
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors

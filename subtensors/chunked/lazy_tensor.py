@@ -19,8 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
-from subtensors.dispatch.chunked.overwrite import with_gradient_of
-from subtensors.dispatch.chunked.record import ChunkedCall, record
+from subtensors.dispatch.chunked.record import ChunkedCall, record, with_gradient_of
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
