@@ -207,7 +207,7 @@ def chunk_dim_size(layout: RowLayout) -> PerChunk:
     return PerChunk(layout.size_in)
 
 
-class _Overwritten(torch.autograd.Function):
+class _GradientOfOld(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, old: Tensor, new: Tensor) -> Tensor:
         return new.view_as(new)
@@ -219,7 +219,7 @@ class _Overwritten(torch.autograd.Function):
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:
     """Return the new numbers, whose gradient is that of the old ones."""
-    out: Tensor = _Overwritten.apply(old, new)  # type: ignore[no-untyped-call]
+    out: Tensor = _GradientOfOld.apply(old, new)  # type: ignore[no-untyped-call]
     return out
 
 
