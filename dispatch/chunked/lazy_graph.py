@@ -60,8 +60,8 @@ def is_recording() -> bool:
 
 
 def is_differentiated() -> bool:
-    """Return whether ops that are recorded now are differentiable."""
-    return bool(_recording.get())
+    """Return whether ops that are recorded now are differentiable; outside of a recording, as torch says."""
+    return torch.is_grad_enabled() if (grad := _recording.get()) is None else grad
 
 
 def is_autocast(device: str) -> bool:

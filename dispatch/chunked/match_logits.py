@@ -8,13 +8,15 @@ reshapes and slices of rows), then a product of hidden states with a replicated 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, recording
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
@@ -173,10 +175,11 @@ class LinearLogits:
     bias: LazyValue | None
     transforms: TransformedLogits
 
-    @property
+    @functools.cached_property
     def head_weight(self) -> LazyValue:
-        """The (V, H) weight whose gradient is computed: see `transposed_weight` and `master_weight`."""
-        return master_weight(transposed_weight(self.weight), self.hidden.dtype)
+        """The (V, H) weight whose gradient is computed, recorded once: see `transposed_weight` and `master_weight`."""
+        with recording(True):
+            return master_weight(transposed_weight(self.weight), self.hidden.dtype)
 
     def rows_of(self, hidden: Tensor) -> Tensor:
         """Return the rows of hidden states that the logits are computed from: (N, H)."""
@@ -217,11 +220,18 @@ def is_input(value: LazyValue) -> bool:
     return value.tensor is not None and value.layout is not None
 
 
+def carries_gradient(value: LazyValue, sources: Iterable[LazyValue]) -> bool:
+    """Return whether a value can be recorded anew from its sources: without gradients, or where it has theirs."""
+    return not is_differentiated() or value.needs_grad or not any(source.needs_grad for source in sources)
+
+
 def transposed_weight(weight: LazyValue) -> LazyValue:
     """Return the (V, H) weight: the original where the (H, V) weight is its transpose, else a recorded transpose."""
     node = weight.node
-    if node is not None and weight.tensor is None and node.op is aten.t.default and isinstance(node.args[0], LazyValue):
-        return node.args[0]
+    if node is not None and weight.tensor is None and node.op is aten.t.default:
+        (source,) = node.args
+        if isinstance(source, LazyValue) and carries_gradient(weight, [source]):
+            return source
     out: LazyValue = record(aten.t.default, weight)
     return out
 

@@ -13,6 +13,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.chunked.lazy_graph import (
     Combine,
@@ -22,6 +23,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     RowSlice,
     constant,
     emit,
+    is_differentiated,
     replicated,
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
@@ -203,3 +205,36 @@ def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | Row
 def chunk_dim_size(layout: RowLayout) -> PerChunk:
     """Return the size of a chunked dim, which differs between chunks."""
     return PerChunk(layout.size_in)
+
+
+class _GradientOfOld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, old: Tensor, new: Tensor) -> Tensor:
+        return new.view_as(new)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def overwritten(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new numbers, whose gradient is that of the old ones."""
+    out: Tensor = _GradientOfOld.apply(old, new)  # type: ignore[no-untyped-call]
+    return out
+
+
+def with_gradient_of(old: LazyValue, new: LazyValue) -> LazyValue:
+    """Return a value that was written over another one, with that one's gradient if the write was under `no_grad`.
+
+    Args:
+        old: the value before.
+        new: of the same sizes and dtype, without a gradient.
+    """
+    is_detached = new.node is not None and new.node.op is torch.ops.aten.detach.default
+    if is_detached or is_differentiated() or not old.needs_grad:
+        return new
+    layout = old.layout
+    operand = replicated(new) if layout is None else sliced(new, layout)
+    axis = None if layout is None else layout.axis
+    out: LazyValue = emit(overwritten, (old, operand), {}, old.meta, [layout], axis, grad=True)
+    return out

@@ -17,8 +17,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, is_differentiated
-from subtensors.dispatch.chunked.match_logits import SCALINGS, match_linear_logits, match_transforms, widens
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
+from subtensors.dispatch.chunked.match_logits import (
+    SCALINGS,
+    carries_gradient,
+    match_linear_logits,
+    match_transforms,
+    widens,
+)
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import Kind, has_rows, record_statistic
 from subtensors.dispatch.chunked.rules.reductions import cast
@@ -87,7 +93,9 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         return None
     op, args = node.op, node.args
     first = args[0]
-    if not isinstance(first, LazyValue) or first.shape[-1:] != value.shape[-1:] or _cuts_gradient(node):
+    if not isinstance(first, LazyValue) or first.shape[-1:] != value.shape[-1:]:
+        return None
+    if not carries_gradient(value, (x.value if isinstance(x, RowSlice) else x for x in node.operands())):
         return None
     if op in _SOFTMAX:
         if args[1] % value.ndim != value.ndim - 1 or not has_rows(first):
@@ -98,7 +106,8 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         logits = inner.logits if inner is not None and shifted else first
         return RowForm(logits, True, constant=1.0) if _SOFTMAX[op] else RowForm(logits, False, log_p=1.0)
     if op is aten.add.Tensor or op is aten.sub.Tensor:
-        return _sum_form(first, args[1], float(node.kwargs.get("alpha", 1)) * (1 if op is aten.add.Tensor else -1))
+        sign = 1 if op is aten.add.Tensor else -1
+        return _sum_form(first, args[1], sign * float(node.kwargs.get("alpha", 1)), depth - 1)
     if op in SCALINGS and isinstance(args[1], (int, float)):
         inner = row_form(first, depth - 1)
         factor = _factor(SCALINGS[op], float(args[1]))
@@ -122,13 +131,6 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
     if op in (aten.clamp.default, aten.clamp_min.default) and _keeps_all(value, *args[1:]):
         return inner
     return None
-
-
-def _cuts_gradient(node: LazyNode) -> bool:
-    """Return whether a gradient that is recorded now must not flow through an op: it was recorded without."""
-    if node.grad or not is_differentiated():
-        return False
-    return any((x.value if isinstance(x, RowSlice) else x).needs_grad for x in node.operands())
 
 
 _SOFTMAX = {aten._softmax.default: True, aten._log_softmax.default: False}
@@ -158,19 +160,19 @@ def _logits_form(value: LazyValue, logits: LazyValue) -> RowForm | None:
 def _same_logits(a: LazyValue, b: LazyValue) -> bool:
     if a is b:
         return True
-    same_gradient = a.needs_grad == b.needs_grad or not is_differentiated()
+    same_gradient = carries_gradient(a, [b]) and carries_gradient(b, [a])
     return same_gradient and a.shape == b.shape and match_transforms(a) == match_transforms(b)
 
 
-def _sum_form(first: LazyValue, second: object, factor: float) -> RowForm | None:
+def _sum_form(first: LazyValue, second: object, factor: float, depth: int) -> RowForm | None:
     """Return the form of first + factor * second."""
     if not isinstance(second, LazyValue):
         return None
     logits = _log_sum_exps.get(second)
-    if logits is not None and (second.needs_grad or not (is_differentiated() and logits.needs_grad)):
-        left = row_form(first) or _logits_form(first, logits)
+    if logits is not None and carries_gradient(second, [logits]):
+        left = row_form(first, depth) or _logits_form(first, logits)
         return None if left is None else left.plus(RowForm(logits, False, log_sum_exp=1.0), factor)
-    a, b = row_form(first), row_form(second)
+    a, b = row_form(first, depth), row_form(second, depth)
     if a is None and b is not None:
         a = _logits_form(first, b.logits)
     if b is None and a is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
-from subtensors.dispatch.chunked.match_logits import match_linear_logits
+from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits
 from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.row_statistics import has_rows, record_statistic, untransformed_rows
 from subtensors.dispatch.chunked.rules.losses import reduce_losses
@@ -37,19 +37,13 @@ ROW_OPS = frozenset({cross_entropy})
 
 def log_softmax_input(scores: LazyValue) -> LazyValue:
     """Return the logits where scores are a log-softmax over the last dim; otherwise the scores."""
-    return _log_softmax_input(scores) or scores
-
-
-def _log_softmax_input(scores: LazyValue) -> LazyValue | None:
     node = scores.node
     if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
-        return None
+        return scores
     logits, dim = node.args[0], node.args[1]
     if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not has_rows(logits):
-        return None
-    if torch.is_grad_enabled() and logits.needs_grad and not node.grad:
-        return None
-    return logits
+        return scores
+    return logits if carries_gradient(scores, [logits]) else scores
 
 
 def record_cross_entropy(

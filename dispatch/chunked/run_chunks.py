@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto
 from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
+from subtensors.dispatch.chunked.record import overwritten
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
@@ -192,9 +193,12 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
         return plan.steps
     if plan.program is None:
         outputs = {id(v) for v in plan.outputs}
-        plan.program = compiled_program(plan.steps, outputs, lambda step: step.op in _FACTORS or step.op in ROW_OPS)
+        plan.program = compiled_program(plan.steps, outputs, lambda step: step.op in _UNCOMPILED)
     return plan.program
 
+
+_UNCOMPILED = {aten.mm.default, aten.addmm.default, overwritten, *ROW_OPS}
+"""Products, which add to gradients in place; ops with kernels of their own; and what a compiler takes for a copy."""
 
 # op: the positions of the two factors of a product and of the addend.
 _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}

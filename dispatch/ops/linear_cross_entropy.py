@@ -71,6 +71,25 @@ def composed(
     )
 
 
+def composed_op(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    *rest: object,
+) -> Tensor | tuple[Tensor]:
+    """Return what an op behind the function does, without gradients: the loss of each row, or a tuple of a number.
+
+    Raises:
+        NotComposed: see `composed`.
+    """
+    reduction, ignored = (rest[0], rest[1]) if isinstance(rest[0], str) else ("none", rest[0])
+    named = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignored}
+    loss = composed(input, linear_weight, target, **named)  # type: ignore[arg-type]
+    return loss if reduction == "none" else (loss,)
+
+
 def _check(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int | None
 ) -> None:

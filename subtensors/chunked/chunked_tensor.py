@@ -166,12 +166,14 @@ class PlanTensor(ChunkedTensor):
 
 def _from_local(
     make_distributed: Callable[..., DTensor],
-    x: ChunkedTensor,
+    x: LazyTensor,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     **options: object,
 ) -> Tensor:
-    """`DTensor.from_local` of a ChunkedTensor; other tokens in each process are gathered."""
+    """`DTensor.from_local` of chunked rows, which may be gathered, or of a number of theirs, which is computed."""
+    if isinstance(x, ChunkedNumber):
+        return make_distributed(x.realize(), device_mesh, placements, **options)
     ref = alias_ref(x)
     layout = ref.value.layout
     if layout is not None and any(not placement.is_replicate() for placement in placements or ()):
@@ -182,7 +184,7 @@ def _from_local(
 
 @functools.cache
 def _join_plans() -> None:
-    convert_from_local(ChunkedTensor, _from_local)
+    convert_from_local(LazyTensor, _from_local)
 
 
 def chunk(

@@ -32,12 +32,21 @@ def put(x: Tensor, key: PyTree, value: PyTree) -> Tensor:
     return written
 
 
+def overwritten(x: Tensor, numbers: Tensor) -> Tensor:
+    """Return `x` after a write of other numbers that takes no part in its gradient, in memory of its own."""
+    written = x.clone()
+    with torch.no_grad():
+        written.copy_(numbers)
+    return written
+
+
 PROGRAM_SCOPE: dict[str, object] = {
     "torch": torch,
     "F": F,
     "Tensor": Tensor,
     "autocast": torch.autocast,
     "put": put,
+    "overwritten": overwritten,
 }
 """The names that the source of a program uses; `chunked_tensor.py` adds `chunk`."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
-from subtensors.dispatch.chunked.record import ChunkedCall, record
+from subtensors.dispatch.chunked.record import ChunkedCall, record, with_gradient_of
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
@@ -116,7 +116,7 @@ class AliasRef:
                 written = rechunked(written, base.layout)
             self.base.write(written)
             self.base_writes = self.base.writes
-        self._value = value
+        self._value = value if value.needs_grad else with_gradient_of(self._value, value)
         self.writes += 1
 
 

@@ -47,7 +47,7 @@ class NumberRef(AliasRef):
         """The current value: one of its own after a write to the plain tensor, which other numbers must not see."""
         value = self._value
         if value.tensor is not None and value.recorded not in (None, version_and_address(value.tensor)):
-            self.write(constant(value.tensor))
+            self._replace(value.tensor)
         return self._value
 
     def metadata(self) -> Metadata:
@@ -71,16 +71,27 @@ class NumberRef(AliasRef):
                 whole.tensor(is_read=True)
             if value.observed is not None:
                 return value.observed
-        if value.tensor is None and value.waiting is not None and value.waiting.alone is not None:
+        tensor = value.tensor
+        if tensor is None and value.waiting is not None and value.waiting.alone is not None:
             with torch.set_grad_enabled(True):
-                value.tensor = value.waiting.alone()
-        if value.tensor is None:
+                tensor = value.tensor = value.waiting.alone()
+        if tensor is None:
             with torch.set_grad_enabled(True):
-                return evaluate_number(value)
+                tensor = evaluate_number(value)
         if value.recorded is None:
-            value.recorded = version_and_address(value.tensor)
+            value.recorded = version_and_address(tensor)
         value.node = value.waiting = None  # which keep what they read
-        return value.tensor
+        if value.observed is None or value.observed.data_ptr() == tensor.data_ptr():
+            return tensor
+        with torch.set_grad_enabled(True):
+            return self._replace(_Passed.apply(tensor, (value.observed,)))  # type: ignore[no-untyped-call]
+
+    def _replace(self, tensor: Tensor) -> Tensor:
+        """Replace the value by that of a plain tensor, and return this."""
+        value = constant(tensor)
+        value.observed = self._value.observed
+        self.write(value)
+        return tensor
 
     def backward(self, grad: Tensor) -> None:
         """Go on with the backward of a function that got the waiting number itself."""
@@ -114,6 +125,9 @@ class ChunkedNumber(LazyTensor):
         is_waiting = func in _COMBINATIONS or (func in _UPDATES and _may_update(args[0]))
         if is_waiting and not kwargs and not is_transforming() and all(map(_is_term, args)):
             try:
+                for x in args:
+                    if isinstance(x, ChunkedNumber) and _number_ref(x).value.observed is not None:
+                        x.realize()  # a write through an alias of what was observed is seen in that memory alone
                 out = record_call(cls, func, args, {})
             except NeedsMaterialize:
                 pass
@@ -218,16 +232,16 @@ def _plain(x: ChunkedNumber, is_read: bool) -> Tensor:
         function = x.grad_fn
     if function is None:
         return tensor
-    out: Tensor = _Passed.apply(x, tensor.detach())  # type: ignore[no-untyped-call]
+    out: Tensor = _Passed.apply(x, (tensor.detach().clone(),))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Passed(torch.autograd.Function):
-    """The value of a number that an autograd.Function returned, with that function behind it."""
+    """The gradient of one number and the memory of another, in a tuple since it is no input of the function."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, number: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+    def forward(ctx: torch.autograd.function.FunctionCtx, number: Tensor, memory: tuple[Tensor]) -> Tensor:
+        return memory[0].detach()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:

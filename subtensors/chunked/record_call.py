@@ -183,6 +183,20 @@ def _record_write(op: OpOverload, args: Args, kwargs: Kwargs) -> LazyTensor:
     return target
 
 
+def detach_in_place(kind: type[LazyTensor], input: LazyTensor) -> LazyTensor:
+    """`Tensor.detach_`, which arrives at no op.
+
+    Raises:
+        RuleError: the tensor is a view.
+    """
+    ref = alias_ref(input)
+    if ref.base is not None:
+        raise RuleError("detach_ on a view of a ChunkedTensor: take what detach returns")
+    ref.write(record(aten.detach.default, ref.value))
+    update_requires_grad(input)
+    return input
+
+
 def generator_states(args: Args) -> list[tuple[Callable[[Tensor], None], Tensor]]:
     """Return the states of the generators that a call may draw from, and the functions that set them."""
     states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]

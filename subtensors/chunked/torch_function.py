@@ -21,6 +21,7 @@ from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, w
 from subtensors.chunked.record_call import (
     call_materialized,
     check_not_transformed,
+    detach_in_place,
     generator_states,
     log_fallback,
     record_call,
@@ -346,6 +347,7 @@ FAST_PATHS: dict[object, Callable[..., Tensor | tuple[Tensor, ...] | None]] = {
     **({} if functional.FUNCTION is None else {functional.FUNCTION: _linear_cross_entropy}),
     Tensor.to: _to,
     Tensor.float: _float,
+    **dict.fromkeys((torch.detach_, Tensor.detach_), detach_in_place),
     Tensor.__getitem__: indexed_rows,
     torch.index_select: index_select_rows,
     Tensor.index_select: index_select_rows,

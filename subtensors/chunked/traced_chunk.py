@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from subtensors.chunked.custom_op import chunk_in_program, chunked_program, put
+from subtensors.chunked.custom_op import chunk_in_program, chunked_program, overwritten, put
 from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee
 from subtensors.chunked.record_call import log_fallback, log_unchunked
 from subtensors.chunked.source_program import ProgramSource, ProgramStep
@@ -26,7 +26,7 @@ from subtensors.chunked.torch_function import is_metadata_query
 from subtensors.dispatch.chunked.lazy_graph import NeedsMaterialize
 from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.linear_cross_entropy import composed
+from subtensors.dispatch.ops.linear_cross_entropy import composed, composed_op
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_leaves, tree_map_only
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
@@ -195,6 +195,8 @@ def _trace_call(function: Callable[..., PyTree], name: str, args: Args, kwargs: 
         )
     if name == "linear_cross_entropy":
         return composed(*args, **kwargs)
+    if name.startswith("_linear_cross_entropy_batch_chunked"):  # Dynamo traces the function down to its op
+        return composed_op(*args, **kwargs)
     if name == "__get__":
         attribute: str = function.__self__.__name__  # type: ignore[attr-defined]
         if attribute == "data":
@@ -251,6 +253,10 @@ def _trace_write(
         result = _trace_functional(function, expression, name, args, kwargs)
     if not isinstance(result, TracedChunk) or result.dtype != chunk.dtype:
         raise RuleError(f"{name}_ with chunked values under torch.compile has no rule here: take what {name} returns")
+    if chunk.full.requires_grad and not torch.is_grad_enabled() and name != "detach":
+        with torch.enable_grad():
+            step = ProgramStep("overwritten", (chunk.step, result.step), {})
+            result = _traced(overwritten(chunk.full, result.full), step)
     chunk.full, chunk.step, chunk.division = result.full, result.step, None
     if wrappers.requires_grad(result):
         wrappers.join(chunk, [chunk.full])

@@ -47,6 +47,16 @@ def divided_through_a_detached_one(*given: Any) -> Tensor:
     return mean
 
 
+def hooked_after_a_write_to_a_part_of_the_whole(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total = loss + 2 * z
+    total.item()
+    loss.detach().div_(2)
+    loss.exp()
+    loss.register_hook(lambda g: g * 0)  # type: ignore[no-untyped-call]
+    return total
+
+
 def hooked_after_the_whole_was_read(*given: Any) -> Tensor:
     loss, z = losses_of(*given)
     total = loss + 2 * z
@@ -72,6 +82,7 @@ def hooked_through_a_view(*given: Any) -> Tensor:
 REFUSED = [
     hooked_through_a_view,
     scaled_after_a_read,
+    hooked_after_a_write_to_a_part_of_the_whole,
     clamped_beside_a_multiple,
     divided_through_a_detached_one,
     hooked_after_the_whole_was_read,
@@ -86,6 +97,49 @@ def written_after_a_part_was_read(*given: Any) -> Tensor:
     total.item()
     total.detach().zero_()
     return half
+
+
+def part_used_after_a_write_through_a_detached_one(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total, before = loss + 2 * z, loss * 5
+    total.item()
+    loss.detach().div_(2)
+    assert loss.item() < total.item()
+    return loss * 3 + z + total + before
+
+
+def part_used_between_writes_through_a_detached_one(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    half = (loss + 2 * z) / 2
+    half.item()
+    alias = loss.detach()
+    first = loss.exp()
+    alias.div_(2)
+    second = (loss + 1).exp()
+    alias.div_(2)
+    loss.data.add_(1)
+    return first + second + loss * 3 + loss.cos() + alias
+
+
+def whole_used_after_a_write_through_a_detached_one(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total = loss + 2 * z
+    half = total / 2
+    half.item()
+    total.detach().div_(2)
+    total.data.add_(1)
+    return total * 3 + half
+
+
+def part_written_before_the_backward_of_the_whole(*given: Any) -> Tensor:
+    loss, z = losses_of(*given)
+    total = loss + 2 * z
+    total.item()
+    loss.detach().div_(2)
+    part = (loss * 3).exp()
+    total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.add_(1)
+    return total * part + loss
 
 
 def used_after_a_write(*given: Any) -> Tensor:
@@ -164,6 +218,10 @@ def combined_in_inference_mode(*given: Any) -> Tensor:
 
 
 USED = [
+    part_used_after_a_write_through_a_detached_one,
+    part_used_between_writes_through_a_detached_one,
+    whole_used_after_a_write_through_a_detached_one,
+    part_written_before_the_backward_of_the_whole,
     written_after_a_part_was_read,
     used_after_a_write,
     used_after_a_write_through_a_view,
@@ -201,6 +259,7 @@ def test_the_parts_of_a_number_are_shown_and_compared_after_its_backward() -> No
     loss, z = losses_of(lambda x: st.chunk(x, rows=5), *tensors())
     total = loss + z
     total.backward()  # type: ignore[no-untyped-call]
+    loss.detach().div_(2)
     value = loss.item()
     assert repr(loss) == repr(torch.tensor(value, dtype=torch.float64))
     assert [bool(x) for x in (loss > 1, loss == value, loss.ne(value), loss.lt(value + 1))] == [True, True, False, True]

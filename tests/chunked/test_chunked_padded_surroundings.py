@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bucketed_rows import assert_same_gradients
 from pretend_graphs import pretend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,13 +72,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def same_gradients(net: nn.Module, plain: nn.Module) -> None:
-    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 @pytest.mark.parametrize("loss", [cross_entropy, policy, per_token])
 @pytest.mark.parametrize("weights", [None, Net.static, Net.packed])
 @pytest.mark.parametrize("graphs", [True, False])
@@ -97,7 +91,7 @@ def test_a_bucketed_program_replays_with_gradients(
         torch.testing.assert_close(out, expected)
         out.square().sum().backward()
         expected.square().sum().backward()
-        same_gradients(net, plain)
+        assert_same_gradients(net, plain)
     stats = run.stats()
     assert (stats.hits, stats.captures, stats.fallbacks) == (len(SIZES) - 2, 2 * graphs, {})
 

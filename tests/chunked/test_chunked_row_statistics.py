@@ -15,7 +15,9 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.chunked import cost_model
+from subtensors.chunked.lazy_tensor import alias_ref
+from subtensors.dispatch.chunked import cost_model, row_forms
+from subtensors.dispatch.chunked.match_logits import match_linear_logits
 
 ADVANTAGE = torch.linspace(-1, 2, 12)
 VECTOR = torch.linspace(-1, 1, 20)
@@ -322,3 +324,34 @@ def test_statistics_of_no_rows_are_empty(program: Any, select: Callable[[Tensor]
     rows = program(F.linear(st.chunk(select(case["h"]), rows=4), w), target)
     assert rows.shape == program(select(F.linear(case["h"], w)), target).shape
     assert not torch.autograd.grad(rows.sum(), w)[0].any()
+
+
+def test_logits_that_are_added_to_themselves_are_looked_through_a_few_steps_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    look = row_forms.row_form
+
+    def counted(value: Any, *depth: int) -> Any:
+        calls.append(value)
+        assert len(calls) < 20_000
+        return look(value, *depth)
+
+    monkeypatch.setattr(row_forms, "row_form", counted)
+    h, w = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    z, plain = F.linear(st.chunk(h, rows=2), w), F.linear(h, w)
+    for _ in range(40):
+        z, plain = z + z, plain + plain
+    torch.testing.assert_close(z.sum(-1), plain.sum(-1))
+
+
+def test_the_transpose_of_a_weight_is_recorded_once_and_its_gradient_with_it() -> None:
+    case = {name: x.double() if x.is_floating_point() else x for name, x in linear_case().items()}
+    h, w = case["h"], case["w"].t().contiguous().requires_grad_()
+    z = st.chunk(h, rows=5) @ w
+    layer = match_linear_logits(alias_ref(z).value)  # type: ignore[arg-type]
+    assert layer is not None
+    assert layer.head_weight is layer.head_weight
+    assert layer.head_weight.needs_grad
+    loss, plain = (selected(x, case["target"]).exp().sum() for x in (z, h @ w))
+    torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(plain, w))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import mend_interpreter
@@ -283,6 +283,13 @@ def placements_of_everything(folder: Path) -> None:
     if hasattr(F, "linear_cross_entropy"):
         loss = F.linear_cross_entropy(st.chunk(given["hidden"], rows=5), weight, target, linear_bias=bias)
         torch.testing.assert_close(loss, expected[0])
+    # A loss that waits becomes the part that a process has of a sum.
+    hidden, sums = given["hidden"].clone().requires_grad_(), []
+    for rows in (hidden, st.chunk(hidden, rows=5)):
+        part = F.cross_entropy(F.linear(rows, given["weight"]), target)
+        total = DTensor.from_local(part, mesh, [Partial()]).full_tensor() * (rank + 1) + part
+        sums.append((total.detach(), *torch.autograd.grad(total, [hidden])))
+    torch.testing.assert_close(*sums)
     # A head that is written to before its loss is computed.
     logits = F.linear(st.chunk(hidden, rows=5), head)
     with torch.no_grad():

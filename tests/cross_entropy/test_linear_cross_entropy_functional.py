@@ -298,6 +298,28 @@ def test_compiled_code_has_the_loss_of_chunked_rows(case: Case, chunk: int | Non
     matched(found, case, torch.float64)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(5, 7, (), False, True, False, None, {"reduction": "sum", "ignore_index": 1}),
+        Case(5, 7, (), False, False, True, None, {}),
+        Case(5, 7, (), False, True, True, None, {"reduction": "none", "ignore_index": 1}),
+    ],
+)
+def test_one_graph_passes_over_torchs_options_where_it_does_not_warn_of_them(case: Case) -> None:
+    given = leaves(case, torch.float64)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=4, chunking_method=None, allow_retain_graph=True)
+    told = dataclasses.replace(case, named={**case.named, "options": options})
+    before = sum(chunked_calls.fallbacks.values())
+
+    def program(given: dict[str, Tensor]) -> Any:
+        return told.loss(**{**given, "x": st.chunk(given["x"], rows=2)})
+
+    found = results(given, torch.compile(program, fullgraph=True, backend="aot_eager")(given))
+    assert sum(chunked_calls.fallbacks.values()) == before
+    matched(found, case, torch.float64)
+
+
 def test_compiled_code_takes_torchs_options_for_padded_rows() -> None:
     case = Case(5, 7, (), False, True, False, 2, {})
     given = leaves(case, torch.float64)
