@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import SizeError, UnsupportedCall
+from subtensors.dispatch.padded.decisions import Decisions
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors
 from subtensors.dispatch.sizes.expressions import Size, size_on_device, size_symbol
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes, without_overrides
@@ -99,6 +100,8 @@ class TrueSizes:
         """The last masks that were made for attention; each with the caller's mask that it includes."""
         self.serves_one_run = False
         """True if made for a single run of a program, in which each mask and expression is computed once."""
+        self.decisions: Decisions | None = None
+        """Where comparisons of these sizes with numbers are noted, while a bucketed program runs."""
         self._values_by_size: dict[Size, Tensor] = {}
 
     @property
@@ -276,7 +279,9 @@ def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
     if all(sizes.known_on_host for sizes in distinct):
         host = tuple(_per_row(sizes.host()[i], rows) for sizes, i in chosen.values())
     buckets = tuple(sizes.buckets[i] for sizes, i in chosen.values())
-    return TrueSizes(tuple(chosen), buckets, torch.stack(parts), host)
+    merged = TrueSizes(tuple(chosen), buckets, torch.stack(parts), host)
+    merged.decisions = next((sizes.decisions for sizes in distinct if sizes.decisions is not None), None)
+    return merged
 
 
 def _per_row(size: HostSize, rows: int | None) -> HostSize:

@@ -24,6 +24,7 @@ from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.padded.decisions import DecidedByTrueSize, Decisions
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, RequiredSizes, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
@@ -78,6 +79,10 @@ class Bucket:
         """The reason why it can't be captured, once that is known."""
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
+        self.decisions = Decisions()
+        """What the program decided by its padded sizes."""
+        self.agreed_sizes: set[tuple[HostSize, ...]] = set()
+        """The true sizes at which its results were the plain program's, whatever that decides."""
         self.checked_sizes: set[tuple[HostSize, ...]] = set()
         """The true sizes at which its results were compared with the plain program's."""
         self.is_allocated = False
@@ -185,9 +190,11 @@ class Bucket:
                 if k >= 0:
                     buckets[k] = static.shape[d]
         symbols = tuple(dim.symbol for dim in spec.dims)
-        own_sizes = _true_sizes(symbols, tuple(buckets), values, host) if spec.dims else None
+        # A run at other sizes, from which compiled code is made for several buckets, decides for those.
+        decisions = self.decisions if tuple(buckets) == spec.buckets else None
+        own_sizes = _true_sizes(symbols, tuple(buckets), values, host, decisions) if spec.dims else None
         caller_sizes = [
-            _true_sizes(c.symbols, c.buckets, sizes, host)
+            _true_sizes(c.symbols, c.buckets, sizes, host, decisions)
             for c, sizes in zip(spec.caller_sizes, caller_values, strict=True)
         ]
         leaves: list[PyTree] = [self.uncopied.get(i) for i in range(self.num_leaves)]
@@ -246,7 +253,7 @@ class Bucket:
         steps = TrainingDetector(state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
-        with self.watched(), use_reference_while_compiling() if self.pool is not None else nullcontext():
+        with self.watched(spec), use_reference_while_compiling() if self.pool is not None else nullcontext():
             result = self.run_once(spec.host)
         if reason := self.required_sizes.unmet(spec.host) or self.no_replay_reason(leaves):
             raise RuleError(reason)
@@ -260,9 +267,16 @@ class Bucket:
             self.drop()
         return result
 
+    def decided_otherwise(self, spec: CallSpec) -> str:
+        """Return the branch that a call's true sizes decide otherwise than the bucket, unless a check agreed."""
+        return "" if spec.sizes in self.agreed_sizes else self.decisions.otherwise(spec.host)
+
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, spec: CallSpec) -> Iterator[None]:
         """A context for the first run, which sets `no_graph_reason` for what a graph can't do.
+
+        Raises:
+            DecidedByTrueSize: the call's true sizes decide a branch otherwise than the bucket does.
 
         A CPU captures nothing, so it is watched for reads of values, which a GPU's capture refuses and no compiled code
         has.
@@ -271,6 +285,8 @@ class Bucket:
         collectives = Collectives() if is_distributed() else None
         with reads or nullcontext(), collectives or nullcontext():
             yield
+        if reason := self.decided_otherwise(spec):
+            raise DecidedByTrueSize(reason)
         if collectives is not None and collectives.first:
             self.no_graph_reason = (
                 f"it calls {collectives.first}, and other processes may meet its sizes at other times"
@@ -372,10 +388,14 @@ class Bucket:
 
 
 def _true_sizes(
-    symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...], values: Tensor, host: HostSizes | None
+    symbols: tuple[sympy.Symbol, ...],
+    buckets: tuple[int, ...],
+    values: Tensor,
+    host: HostSizes | None,
+    decisions: Decisions | None,
 ) -> TrueSizes:
     sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
-    sizes.serves_one_run = True
+    sizes.serves_one_run, sizes.decisions = True, decisions
     return sizes
 
 

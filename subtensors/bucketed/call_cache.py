@@ -39,6 +39,10 @@ class CachedCall:
     """The reason why such calls have no graph, or ""."""
     error: Exception | None = None
     calls: int = 0
+    decided: int = 0
+    """How many of the bucket's decisions these calls' true sizes were asked for."""
+    otherwise: str = ""
+    """The one that they take otherwise, in words."""
     elements: tuple[int, int] = (0, 0)
     """Elements along the Dims: at the true sizes, and at the bucket's."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -50,6 +54,12 @@ class CachedCall:
     outputs: Outputs | None = None
     """The bucket's outputs that `cuts` were made for."""
     cuts: list[Cut] = field(default_factory=list)
+
+    def decided_otherwise(self, bucket: Bucket, spec: CallSpec) -> str:
+        """Return the branch that these calls' true sizes decide otherwise than their bucket, unless a check agreed."""
+        if self.decided != len(bucket.decisions):
+            self.decided, self.otherwise = len(bucket.decisions), bucket.decisions.otherwise(spec.host)
+        return "" if spec.sizes in bucket.agreed_sizes else self.otherwise
 
     def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
         """Add how often these calls had each true size to the counters, by Dim."""

@@ -36,6 +36,7 @@ from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.decisions import Decisions
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -300,11 +301,14 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
     return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
-def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device) -> list[PyTree]:
+def padded_leaves(
+    leaves: Sequence[PyTree], spec: CallSpec, device: torch.device, decisions: Decisions | None = None
+) -> list[PyTree]:
     """Return a call's leaves padded to their bucket; like those of a graph, they share one `TrueSizes`."""
     dims = {s.leaf: {d: spec.dims[k] for d, k in enumerate(s.size_index) if k >= 0} for s in spec.inputs}
     values = torch.tensor(spec.sizes, dtype=torch.int64, device=device)
     sizes = TrueSizes(tuple(dim.symbol for dim in spec.dims), spec.buckets, values, spec.sizes)
+    sizes.decisions = decisions
     found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
     for x, given in zip(found, leaves, strict=True):
         if x is not given and isinstance(x, PaddedTensor):

@@ -140,7 +140,8 @@ class Checker:
         """Return whether a call is to be checked.
 
         A bucket's first call is, the first one at a second true size, and those at a true size of 0 or 1: what depends
-        on the true size shows at two of them, and sizes of 0 and 1 are broadcast.
+        on the true size shows at two of them, and sizes of 0 and 1 are broadcast. So is one at a true size that decides
+        a branch otherwise than the bucket does.
         """
         bucket, spec = call.bucket, call.spec
         if self._schedule is False or bucket is None or spec is None or bucket.no_graph_reason:
@@ -154,7 +155,8 @@ class Checker:
             return True
         if tuple(spec.host.values()) in bucket.checked_sizes or self._state.no_capture_reason():
             return False
-        return len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
+        is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
+        return is_early or bool(bucket.decisions.otherwise(spec.host))
 
     def answer_and_check(
         self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
@@ -179,6 +181,8 @@ class Checker:
         is_replay, calls = bucket.is_captured, bucket.statistics.calls
         if expected.error is not None:
             return fall_back(expected.not_checked, expected.error), self._report(sizes, expected.not_checked)
+        if not expected.not_checked:
+            bucket.agreed_sizes.add(spec.sizes)  # until they differ
         result = answer()
         ran_padded = bucket.statistics.calls > calls
         if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
@@ -195,6 +199,10 @@ class Checker:
             return result, CheckReport(sizes)
         lines = padded_size_lines(lambda: _call_here(bucket, padded_leaves(leaves, spec, bucket.device)))
         before.restore()
+        bucket.agreed_sizes.discard(spec.sizes)
+        if otherwise := bucket.decided_otherwise(spec):
+            call.reason = f"{otherwise}, and its results differ"
+            return fall_back(call.reason), CheckReport(sizes, difference, lines=lines)
         bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
         bucket.drop()
         return fall_back(bucket.no_graph_reason), CheckReport(sizes, difference, lines=lines)

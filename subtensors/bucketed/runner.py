@@ -165,6 +165,8 @@ class Bucketed(Reports, Generic[P, R]):
         unmet = bucket.required_sizes.unmet(spec.host) if is_new else ""
         if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or unmet:
             return self._fall_back(reason, None, args, kwargs)
+        if reason := cached.decided_otherwise(bucket, spec):
+            return self._fall_back(reason, None, args, kwargs)
         self.state.guard.check_resident()
         requires_grad = isinstance(bucket, TrainedBucket)
         has_side_effects = requires_grad or self.graph_cache.has_side_effects or bucket.has_side_effects
@@ -245,6 +247,8 @@ class Bucketed(Reports, Generic[P, R]):
         if raised is not None:
             if bucket.is_allocated:
                 bucket.drop()
+            if reason := cached.decided_otherwise(bucket, spec):
+                return self._fall_back(reason, None, args, kwargs)
             bucket.no_graph_reason = summarize_error(raised)
             try:
                 return self._fall_back(bucket.no_graph_reason, raised, args, kwargs)

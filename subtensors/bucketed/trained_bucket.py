@@ -166,13 +166,13 @@ class TrainedBucket(Bucket):
 
     def first_run(self, state: State, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
-        padded = padded_leaves(leaves, spec, self.device)
+        padded = padded_leaves(leaves, spec, self.device, self.decisions)
         copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
         state_writes, steps = Writes(state.guard.distinct_tensors), TrainingDetector(state)
         input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)
         uncopied_writes = Writes(map(dense_of, self.callers_tensors()))
 
-        with self.watched():  # on the caller's stream, which its backward is on as well
+        with self.watched(spec):  # on the caller's stream, which its backward is on as well
             results, structure = self._run_tracked(padded, leaves)
         state.note_writes(state_writes)
         with torch.no_grad():
@@ -195,7 +195,7 @@ class TrainedBucket(Bucket):
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
             # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
-                with restore_state(state, state.tensors_to_restore(), [self.device]), self.watched():
+                with restore_state(state, state.tensors_to_restore(), [self.device]), self.watched(spec):
                     self.run_once(spec.host)
                 if self.no_graph_reason:
                     self.drop()
