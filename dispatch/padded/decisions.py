@@ -1,8 +1,8 @@
 """Branches on padded sizes: what a program decided by the bucket's number, which a graph decides for all its calls.
 
-To Python a padded size is the bucket's number, so `if x.shape[1] <= 4` goes the bucket's way, and a graph holds that way
-alone. While a bucketed program runs, each such comparison is noted with its outcome. A call whose true sizes decide one
-of them otherwise is not the graph's: it runs at its true sizes.
+To Python a padded size is the bucket's number, so `if x.shape[1] <= 4` goes the bucket's way, and a graph holds that
+way alone. While a bucketed program runs, each such comparison is noted with its outcome. A call whose true sizes decide
+one of them otherwise is compared with the plain program, or runs at its true sizes.
 """
 
 from __future__ import annotations

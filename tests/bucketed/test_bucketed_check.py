@@ -63,8 +63,9 @@ def test_a_program_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
         torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
     stats = run.stats()
     assert sum(stats.fallbacks.values()) == 4
-    assert all("its results differ from the program's" in reason for reason in stats.fallbacks)
-    assert "its results differ from the program's: result differs by" in caplog.text
+    assert all("its results differ" in reason for reason in stats.fallbacks)
+    by_branch = "decides a branch otherwise than its bucket"
+    assert "its results differ from the program's: result differs by" in caplog.text or by_branch in caplog.text
     assert program is not mean_over_the_bucket or f"{__file__}:" in caplog.text
 
 
