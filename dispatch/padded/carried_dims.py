@@ -19,7 +19,7 @@ from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
-from subtensors.dispatch.padded.padded_size import PaddedSize, is_same
+from subtensors.dispatch.padded.padded_size import PADDED_SIZES, is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import TrueSizes
@@ -98,12 +98,12 @@ def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None
             key += (x.dims, x.dense.dtype, several and x.is_tracked)
         elif kind is list or kind is tuple:
             kinds = {type(y) for y in x}
-            if PaddedSize in kinds:
+            if kinds & PADDED_SIZES:
                 return None
             if PaddedValue in kinds:
                 x = [(y.dims, y.dense.dtype, several and y.is_tracked) if type(y) is PaddedValue else y for y in x]
             key.append(tuple(x))
-        elif kind is PaddedSize:
+        elif kind in PADDED_SIZES:
             return None
         else:
             key.append(x)

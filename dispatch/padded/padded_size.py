@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
+from subtensors.dispatch.padded.decisions import COMPARISONS
 from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
@@ -170,6 +172,42 @@ for _name, _combined in {
 for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.items():
     setattr(PaddedSize, _name, _by_number(_name, _divided))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
+
+
+class DecidingSize(PaddedSize):
+    """A padded size of a bucketed program's run, which notes what a comparison with a number decides."""
+
+    def __bool__(self) -> bool:
+        """Return whether the bucket's number is not zero."""
+        return self._noted("__ne__", 0, int(self) != 0)
+
+    def _noted(self, name: str, other: float, outcome: bool) -> bool:
+        """Note a comparison of the program, at two frames from here; return its outcome."""
+        caller = str(sys._getframe(2).f_globals.get("__name__"))
+        if self.sizes.decisions is not None and not caller.startswith("subtensors."):
+            self.sizes.decisions.note(self.size, name, other, outcome)
+        return outcome
+
+
+def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
+    """Return the comparison of padded sizes with this name, which notes its outcome where the other is a number."""
+    plain: Callable[[PaddedSize, object], object] = getattr(PaddedSize, name)
+
+    def method(self: DecidingSize, other: object) -> object:
+        out = plain(self, other)
+        if isinstance(out, bool) and isinstance(other, int | float) and not isinstance(other, PaddedSize):
+            return self._noted(name, other, out)
+        return out
+
+    method.__name__ = name
+    return method
+
+
+for _name in COMPARISONS:
+    setattr(DecidingSize, _name, _deciding(_name))
+DecidingSize.__hash__ = int.__hash__  # type: ignore[assignment]
+PADDED_SIZES = frozenset([PaddedSize, DecidingSize])
+"""The types of padded sizes whose calls may be remembered."""
 
 
 _LARGEST_GRID = 2**16

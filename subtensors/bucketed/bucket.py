@@ -275,11 +275,11 @@ class Bucket:
     def watched(self, spec: CallSpec) -> Iterator[None]:
         """A context for the first run, which sets `no_graph_reason` for what a graph can't do.
 
-        Raises:
-            DecidedByTrueSize: the call's true sizes decide a branch otherwise than the bucket does.
-
         A CPU captures nothing, so it is watched for reads of values, which a GPU's capture refuses and no compiled code
         has.
+
+        Raises:
+            DecidedByTrueSize: the call's true sizes decide a branch otherwise than the bucket does.
         """
         reads = HostReads() if self.pool is None and not self.has_compiled_code else None
         collectives = Collectives() if is_distributed() else None

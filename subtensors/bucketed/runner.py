@@ -163,9 +163,8 @@ class Bucketed(Reports, Generic[P, R]):
         assert spec is not None
         is_new = bucket.required_sizes.found and cached.outputs is not bucket.outputs
         unmet = bucket.required_sizes.unmet(spec.host) if is_new else ""
-        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or unmet:
-            return self._fall_back(reason, None, args, kwargs)
-        if reason := cached.decided_otherwise(bucket, spec):
+        otherwise = unmet or cached.decided_otherwise(bucket, spec)
+        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or otherwise:
             return self._fall_back(reason, None, args, kwargs)
         self.state.guard.check_resident()
         requires_grad = isinstance(bucket, TrainedBucket)

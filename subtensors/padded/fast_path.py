@@ -27,7 +27,7 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.interpreter import PaddedCall, is_observed
-from subtensors.dispatch.padded.padded_size import PaddedSize
+from subtensors.dispatch.padded.padded_size import PADDED_SIZES, PaddedSize
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
@@ -56,7 +56,7 @@ SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
 
 _SEQUENCES = frozenset([tuple, list, torch.Size])
 _LISTS = frozenset([tuple, list])
-_INTS = frozenset([int, PaddedSize])
+_INTS = PADDED_SIZES | {int}
 _INDICES = frozenset([int, type(None), type(...)])
 _TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
@@ -279,7 +279,10 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
                 continue
             if not kinds <= _INTS:
                 return None
-            values += (kind, tuple([n.text if type(n) is PaddedSize else n for n in x] if PaddedSize in kinds else x))
+            values += (
+                kind,
+                tuple([n.text if isinstance(n, PaddedSize) else n for n in x] if kinds & PADDED_SIZES else x),
+            )
             # Torch reads plain ints much faster.
             operands.append([*map(int, x)])
         elif kind in _CONSTANTS:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.decisions import COMPARISONS
-from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of
+from subtensors.dispatch.padded.padded_size import DecidingSize, PaddedSize, find_sizes, text_of
 from subtensors.dispatch.padded.positions import checked_bounds
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
@@ -159,41 +158,6 @@ for _name in "float round trunc floor ceil invert".split():
 for _name in "lt le gt ge eq ne".split():
     setattr(WatchedSize, f"__{_name}__", _comparing(f"__{_name}__"))
 WatchedSize.__hash__ = int.__hash__  # type: ignore[assignment]
-
-
-class DecidingSize(PaddedSize):
-    """A padded size of a bucketed program's run, which notes what a comparison with a number decides."""
-
-    def __bool__(self) -> bool:
-        """Return whether the bucket's number is not zero."""
-        return self._noted("__ne__", 0, int(self) != 0)
-
-    def _noted(self, name: str, other: float, outcome: bool) -> bool:
-        """Note a comparison of the program, at two frames from here; return its outcome."""
-        if self.sizes.decisions is not None and not str(sys._getframe(2).f_globals.get("__name__")).startswith(
-            "subtensors."
-        ):
-            self.sizes.decisions.note(self.size, name, other, outcome)
-        return outcome
-
-
-def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
-    """Return the comparison of padded sizes with this name, which notes its outcome where the other is a number."""
-    plain: Callable[[PaddedSize, object], object] = getattr(PaddedSize, name)
-
-    def method(self: DecidingSize, other: object) -> object:
-        out = plain(self, other)
-        if isinstance(out, bool) and isinstance(other, int | float) and not isinstance(other, PaddedSize):
-            return self._noted(name, other, out)
-        return out
-
-    method.__name__ = name
-    return method
-
-
-for _name in COMPARISONS:
-    setattr(DecidingSize, _name, _deciding(_name))
-DecidingSize.__hash__ = int.__hash__  # type: ignore[assignment]
 
 
 _RESHAPES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -67,6 +67,48 @@ def test_a_program_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
     by_branch = "decides a branch otherwise than its bucket"
     assert "its results differ from the program's: result differs by" in caplog.text or by_branch in caplog.text
     assert program is not mean_over_the_bucket or f"{__file__}:" in caplog.text
+
+
+BRANCHES: dict[str, tuple[Callable[[Tensor], Tensor], set[int]]] = {
+    "comparison": (lambda x: x.sum(1) * 2 if x.shape[1] <= 4 else x.sum(1), {3, 4}),
+    "largest": (lambda x: x.sum(1) * max(x.shape[1], 6), {3, 4, 5}),
+    "remainder": (lambda x: x.sum(1) * (2 if x.shape[1] % 4 == 3 else 1), {3, 7}),
+    "truth": (lambda x: x.sum(1) * 2 if x.shape[1] - 3 else x.sum(1), {3}),
+    "quotient": (lambda x: x.sum(1) * (5 if x.shape[1] // 2 > 2 else 1), {3, 4, 5}),
+    "of all": (lambda x: x.sum(1) * (5 if x.numel() == 32 else 1), {4}),
+}
+"""Programs that branch on their size, and the sizes of the bucket of 8 that decide otherwise than 8."""
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("order", [(8, 7, 5, 4, 3, 4, 3, 12), (3, 4, 5, 7, 8, 3, 12, 7)])
+@pytest.mark.parametrize("check", ["first", False])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_sizes_that_decide_a_branch_otherwise_run_as_they_are(
+    name: str, check: Literal["first", False], order: tuple[int, ...], device: str
+) -> None:
+    program, otherwise = BRANCHES[name]
+    run = st.bucketed(program, DIMS, check=check)
+    for n in order:
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+    stats = run.stats()
+    assert all("decides a branch otherwise than its bucket" in reason for reason in stats.fallbacks)
+    assert sum(stats.fallbacks.values()) == sum(n in otherwise for n in order)
+    assert stats.hits > 0
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("captured")
+def test_a_branch_that_makes_no_difference_keeps_the_graph(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.sum(1) if x.shape[1] > 3 else x.cumsum(1)[:, -1]
+
+    run = st.bucketed(program, DIMS)
+    for n in (8, 7, 3, 2, 3):
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+    assert not run.stats().fallbacks
+    assert run.stats().hits == 4
 
 
 @pytest.mark.usefixtures("captured")
