@@ -28,8 +28,12 @@ class Capture:
     """The captured steps of one optimizer, with the number of captures and the reasons for them.
 
     Args:
-        check: check, at every replay, each address that it uses.
-        packed: the memory of parameters and gradients, if they are packed.
+        check: check, at every replay, each address that it uses; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
+        params: the parameters that require gradients.
+        packed: whether to pack them.
+
+    Raises:
+        RuleError: a parameter is a DTensor.
     """
 
     MAX_RECORDINGS = 8
@@ -38,8 +42,15 @@ class Capture:
     MAX_WASTED_RECORDINGS = 3
     """After this many recordings in a row that served one step each, the next would serve one step too."""
 
-    def __init__(self, check: bool, packed: FlatBuffers | None = None) -> None:
-        self.check, self.packed = check, packed
+    def __init__(self, check: bool | None, params: Sequence[Tensor] = (), packed: bool = False) -> None:
+        if any(map(is_sharded, params)):
+            raise RuleError(
+                "capture() takes full parameters, and one is a DTensor, of which a shard is here: leave out capture() "
+                "and graph=True; an eager step is one fused call over the shards"
+            )
+        self.check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS")) if check is None else check
+        self.packed = FlatBuffers(params) if packed and params else None
+        """The memory of parameters and gradients, if they are packed."""
         self._wasted = 0
         """The number of recordings in a row that served one step each."""
         self._is_fresh = False
@@ -176,24 +187,3 @@ class Capture:
         lines += [f"  recaptured: {reason} ({count})" for reason, count in self.reasons.items()]
         lines += [f"  ran eagerly: {reason} ({count})" for reason, count in self.eager_reasons.items()]
         return "\n".join(lines)
-
-
-def new_capture(params: Sequence[Tensor], packed: bool, check: bool | None) -> Capture:
-    """Start capturing the steps of an optimizer.
-
-    Args:
-        params: its parameters that require gradients.
-        packed: whether to pack them.
-        check: as for `Capture`; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
-
-    Raises:
-        RuleError: a parameter is a DTensor.
-    """
-    if any(map(is_sharded, params)):
-        raise RuleError(
-            "capture() takes full parameters, and one is a DTensor, of which a shard is here: leave out capture() and "
-            "graph=True; an eager step is one fused call over the shards"
-        )
-    if check is None:
-        check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS"))
-    return Capture(check, FlatBuffers(params) if packed and params else None)

@@ -24,8 +24,8 @@ from subtensors.dispatch.ops.errors import AddressError
 from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
-from subtensors.optim.state import needed_entries
-from subtensors.optim.step import SteppedOptimizer, Updater
+from subtensors.optim.state import SteppedOptimizer, needed_entries
+from subtensors.optim.step import Updater
 
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
@@ -229,8 +229,7 @@ class CapturedStep:
 
     def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
-        updater = optimizer._updater
-        if not self.groups[index].accept(group, needed_entries(updater.declaration, optimizer, group)):
+        if not self.groups[index].accept(group, needed_entries(optimizer, group)):
             return f"group {index} needs other state"
         options = options_of(group)
         are_immutable = all(map(is_plain, options))
@@ -238,7 +237,7 @@ class CapturedStep:
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
-            signature, numbers, hosts = step_signature(updater, group, self.device)
+            signature, numbers, hosts = step_signature(optimizer._updater, group, self.device)
             if signature != self.signatures[index]:
                 return "an option changed that decides the math"
         if self.recording is not None:

@@ -33,11 +33,11 @@ from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.capture import Capture, new_capture
+from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
-from subtensors.optim.state import Declaration, Initializer, swapped_averages
+from subtensors.optim.state import Declaration, Initializer, StateFactory, swapped_averages
 from subtensors.optim.state_dict import (
     copied_state,
     drop_state,
@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         if not hasattr(type(self), "_fusion"):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._arena = options.get("arena")
-        self._updater = self._new_updater()
+        self._updater = Updater(type(self), self._fusion)
         given = defaults | {name: x for name, x in options.items() if name in TORCH_DEFAULTS}
         checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(parameters_in(params), checked | group_options(options, type(self)))
@@ -162,11 +162,7 @@ class Optimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
         for group in self.param_groups:
-            self._updater.state_factory(self).create_group(group["params"], group)
-
-    def _new_updater(self) -> Updater:
-        is_static, is_packed = self._capture is not None, getattr(self._capture, "packed", None) is not None
-        return Updater(type(self), self._declaration, self._fusion, self._arena, is_static, is_packed)
+            StateFactory(self).create_group(group["params"], group)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""
@@ -245,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._is_provisional:
             drop_state(self)
         if not self.state and is_checkpoint_step(self.param_groups):
-            make_state(self.param_groups, self._updater.state_factory(self), names_gradients=True)
+            make_state(self, names_gradients=True)
             self._is_provisional = True
         elif accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
@@ -298,8 +294,7 @@ class Optimizer(torch.optim.Optimizer):
             flag("check", check)
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._updater.forget()  # packing needs parameters that nothing else holds
-        self._capture = new_capture(params, packed, check)
-        self._updater.is_static, self._updater.is_packed = True, self._capture.packed is not None
+        self._capture = Capture(check, params, packed)
         return self._capture
 
     @property
@@ -378,7 +373,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         former = list(vars(self).get("param_groups", []))
         super().__setstate__(state)
-        self._updater = self._new_updater()
+        self._updater = Updater(type(self), self._fusion)
         restore_state(self, former)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from subtensors.arguments import shown
 from subtensors.dispatch.fused.torch_executor import joined_parts
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.optim.batches import BatchKind
 from subtensors.optim.hyperparameters import number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
@@ -41,29 +42,37 @@ Initializer = Callable[[Tensor], Tensor]
 """Makes the initial value of a state entry from its parameter, or from the float32 master."""
 
 
-class OptimizerRules(Protocol):
-    """The attributes and methods by which an optimizer class says what its state is."""
+class SteppedOptimizer(Protocol):
+    """The attributes and methods of an optimizer that its parts read; its class says by them what its state is."""
 
     optional: ClassVar[Collection[str]]
     low_bit: ClassVar[Mapping[str, bool]]
     _initializers: ClassVar[Mapping[str, Initializer]]
+    _declaration: ClassVar[Declaration]
+
+    param_groups: list[dict[str, Any]]
+    state: States
+    _arena: Arena | None
+
+    @property
+    def _capture(self) -> object: ...
 
     @property
     def update(self) -> Callable[..., None]:
         """The math of one tensor."""
-        ...
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """Return whether the parameters of this group have this entry."""
-        ...
 
     def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
         """Return whether this parameter has an entry that its group needs."""
-        ...
 
     def init_state(self, entry: str, p: Tensor, group: ParamGroup) -> Tensor:
         """The initial value of an entry."""
-        ...
+
+    def _split_kinds(
+        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
+    ) -> Iterable[tuple[BatchKind, list[int]]]: ...
 
 
 class Declaration:
@@ -74,7 +83,7 @@ class Declaration:
             name of an option.
     """
 
-    def __init__(self, cls: type[OptimizerRules], base: type[OptimizerRules]) -> None:
+    def __init__(self, cls: type[SteppedOptimizer], base: type[SteppedOptimizer]) -> None:
         function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
         _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
         if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
@@ -109,9 +118,9 @@ class Declaration:
                 )
 
 
-def needed_entries(declaration: Declaration, rules: OptimizerRules, group: ParamGroup) -> tuple[str, ...]:
+def needed_entries(optimizer: SteppedOptimizer, group: ParamGroup) -> tuple[str, ...]:
     """The state entries that the parameters of a group have."""
-    needed = tuple([entry for entry in declaration.entries if rules.needs_state(entry, group)])
+    needed = tuple([entry for entry in optimizer._declaration.entries if optimizer.needs_state(entry, group)])
     return needed if group.get("ema") is None else (*needed, AVERAGE)
 
 
@@ -120,18 +129,22 @@ class StateFactory:
 
     It is made where state is to be created, and not kept: it refers to the optimizer, which should not wait for a
     garbage collection to be freed.
+
+    Args:
+        optimizer: the optimizer.
+        is_apart: create state beside the optimizer's own, in memory of its own.
     """
 
-    def __init__(
-        self, declaration: Declaration, rules: OptimizerRules, state: States, arena: Arena | None, is_static: bool
-    ) -> None:
-        self.declaration, self.rules, self.state = declaration, rules, state
-        self.arena, self.is_static = arena, is_static
+    def __init__(self, optimizer: SteppedOptimizer, is_apart: bool = False) -> None:
+        self.optimizer, self.declaration = optimizer, optimizer._declaration
+        self.state = States() if is_apart else optimizer.state
+        self.arena = None if is_apart else optimizer._arena
+        self.is_static = not is_apart and optimizer._capture is not None  # as a graph's addresses have to be
 
     def entries_of(self, p: Tensor, needed: tuple[str, ...], group: ParamGroup) -> tuple[str, ...]:
         """The entries that a parameter has: its master if it has one, and the needed ones that apply to it."""
         if self.declaration.has_applies_hook:
-            needed = tuple([e for e in needed if e == AVERAGE or self.rules.applies_to(e, p, group)])
+            needed = tuple([e for e in needed if e == AVERAGE or self.optimizer.applies_to(e, p, group)])
         return (MASTER, *needed) if group.get("master_weights") and is_narrow(p.dtype) else needed
 
     def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
@@ -173,7 +186,7 @@ class StateFactory:
 
     def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
         """Create the state of all parameters of a group."""
-        needed = needed_entries(self.declaration, self.rules, group)
+        needed = needed_entries(self.optimizer, group)
         for p in params:
             self.create(p, self.entries_of(p, needed, group), group)
 
@@ -185,7 +198,7 @@ class StateFactory:
         p = p.float() if has_master else p
         if name == AVERAGE:
             return p.float() if is_narrow(p.dtype) else p.clone()
-        return p if name == MASTER else self.rules.init_state(name, p, group)
+        return p if name == MASTER else self.optimizer.init_state(name, p, group)
 
     def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""

@@ -23,11 +23,12 @@ from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
 from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group, Groups
 from subtensors.optim.capture import Capture
+from subtensors.optim.captured_step import CapturableOptimizer
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import ParamGroup, complete_group
-from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, Declaration, StateFactory, needed_entries
-from subtensors.optim.step import SteppedOptimizer, Updater, accumulates
+from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, SteppedOptimizer, needed_entries
+from subtensors.optim.step import accumulates
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
 
@@ -35,13 +36,11 @@ SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
-class SavedOptimizer(SteppedOptimizer, Protocol):
+class SavedOptimizer(CapturableOptimizer, Protocol):
     """The attributes of an optimizer that are saved and loaded, or say how."""
 
     defaults: Group
     host_entries: ClassVar[Collection[str]]
-    _declaration: ClassVar[Declaration]
-    _updater: Updater
     _capture: Capture | None
     _is_provisional: bool
 
@@ -51,14 +50,13 @@ class SavedOptimizer(SteppedOptimizer, Protocol):
         self, hook: Callable[[torch.optim.Optimizer, SavedState], SavedState | None]
     ) -> RemovableHandle:
         """Call a function with each state dict before it is loaded."""
-        ...
 
 
 def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
     """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves."""
     if is_provisional := optimizer._is_provisional:
         drop_state(optimizer)
-        make_state(optimizer.param_groups, optimizer._updater.state_factory(optimizer))
+        make_state(optimizer)
     saved = make()
     _add_gradients(saved, optimizer)
     if is_provisional:
@@ -87,7 +85,7 @@ def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = dict(zip(params, [i for group in saved["param_groups"] for i in group["params"]], strict=True))
     # Parameters without state get some beside it, as torch.optim takes what it loads to be all of it.
-    apart = StateFactory(optimizer._declaration, optimizer, States(), None, is_static=False)
+    apart = StateFactory(optimizer, is_apart=True)
     for p, group in accumulation.waiting(optimizer.param_groups):
         if not optimizer.state.get(p):
             apart.create_group([p], group)
@@ -135,7 +133,7 @@ def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     for value in state.values():
         if isinstance(value, Mapping):
             _check_names(set(value), set(declaration.entries), foreign)
-    needed = any(needed_entries(declaration, optimizer, group) for group in optimizer.param_groups)
+    needed = any(needed_entries(optimizer, group) for group in optimizer.param_groups)
     if needed and state and all(type(key) is str and value == {} for key, value in state.items()):
         raise RuntimeError(
             "the state to load is empty: of a flattened checkpoint, torch.distributed.checkpoint looks for the names "
@@ -178,8 +176,8 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
 
 def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
-    state, factory = optimizer.state, optimizer._updater.state_factory(optimizer)
-    needed = needed_entries(optimizer._declaration, optimizer, group)
+    state, factory = optimizer.state, StateFactory(optimizer)
+    needed = needed_entries(optimizer, group)
     for p in group["params"]:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue
@@ -226,15 +224,15 @@ def is_checkpoint_step(groups: Groups) -> bool:
     return all(_is_zero(group.get("lr", 0.0)) for group in groups) and is_initializing_state()
 
 
-def make_state(groups: Groups, factory: StateFactory, names_gradients: bool = False) -> None:
+def make_state(optimizer: SteppedOptimizer, names_gradients: bool = False) -> None:
     """Create the state of all parameters that can have a gradient.
 
     Args:
-        groups: the parameter groups.
-        factory: makes the state, and puts it where it belongs.
+        optimizer: the optimizer.
         names_gradients: put an entry for accumulated gradients into it, if there may be some: a flattened checkpoint
             is searched for the names that are here.
     """
+    groups, factory = optimizer.param_groups, StateFactory(optimizer)
     for group in groups:
         params = [p for p in group["params"] if p.requires_grad]
         factory.create_group(params, group)

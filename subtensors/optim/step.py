@@ -7,7 +7,7 @@ gradients of the groups -> batches, as of the last step unless something changed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -28,10 +28,8 @@ from subtensors.optim.gradient_norm import GradientNorm
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import check_sharded_dtypes, low_bit_dtype
 from subtensors.optim.options import IN_STEP, PASSES, ParamGroup
-from subtensors.optim.state import AVERAGE, MASTER, Declaration, OptimizerRules, StateFactory, needed_entries
+from subtensors.optim.state import AVERAGE, MASTER, StateFactory, SteppedOptimizer, needed_entries
 from subtensors.optim.traced_update import SUM_OF_SQUARES, StepValues, single_tensor_step
-from subtensors.optim.versions import States
-from subtensors.static.arena import Arena
 
 Step = TypeVar("Step", bound=Callable[..., object])
 
@@ -68,22 +66,9 @@ class StepFunction(Protocol):
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
         """Update the parameters of a batch, after or with the prelude."""
-        ...
 
     def read_values(self) -> tuple[object, ...]:
         """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
-        ...
-
-
-class SteppedOptimizer(OptimizerRules, Protocol):
-    """The attributes of an optimizer that a step reads."""
-
-    param_groups: list[dict[str, Any]]
-    state: States
-
-    def _split_kinds(
-        self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
-    ) -> Iterable[tuple[BatchKind, list[int]]]: ...
 
 
 class Updater:
@@ -93,25 +78,12 @@ class Updater:
     garbage collection.
 
     Args:
-        cls: the optimizer's class, for messages and for functions of shards.
-        declaration: the class's declaration.
+        cls: the optimizer's class.
         function: the class's step function.
-        arena: where state is made; None for memory of its own.
-        is_static: whether new state is static, for captured steps.
-        is_packed: whether parameters are packed, so that holding them in C++ saves nothing.
     """
 
-    def __init__(
-        self,
-        cls: type,
-        declaration: Declaration,
-        function: StepFunction,
-        arena: Arena | None,
-        is_static: bool = False,
-        is_packed: bool = False,
-    ) -> None:
-        self.declaration, self.function, self.arena = declaration, function, arena
-        self.is_static, self.is_packed = is_static, is_packed
+    def __init__(self, cls: type[SteppedOptimizer], function: StepFunction) -> None:
+        self.declaration, self.function = cls._declaration, function
         self.is_fused = isinstance(function, FusedFunction)
         """True if the update of a batch is one fused call."""
         self.norm = GradientNorm()
@@ -161,7 +133,7 @@ class Updater:
         known = self.groups.get(index)
         if (
             known is not None
-            and (known.has_values(group) or known.accept(group, needed_entries(self.declaration, optimizer, group)))
+            and (known.has_values(group) or known.accept(group, needed_entries(optimizer, group)))
             and known.is_current(params, grads)
         ):
             return known.batches
@@ -169,7 +141,7 @@ class Updater:
         if known is not None and not known.has_params(params):
             self.forget()
         with gc_paused():
-            entries = needed_entries(self.declaration, optimizer, group)
+            entries = needed_entries(optimizer, group)
             kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
             batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
         self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
@@ -179,10 +151,6 @@ class Updater:
     def forget(self) -> None:
         """Drop the batches of all groups; traced and compiled functions stay."""
         self.groups.clear()
-
-    def state_factory(self, optimizer: SteppedOptimizer) -> StateFactory:
-        """A factory for the state of the optimizer."""
-        return StateFactory(self.declaration, optimizer, optimizer.state, self.arena, self.is_static)
 
     def refuse_sparse(self, grads: TensorColumn) -> None:
         """Raise RuntimeError if a gradient of a group is sparse."""
@@ -219,8 +187,7 @@ class Updater:
         if not isinstance(self.function, FusedFunction):
             return False, False
         p = torch.ones(2, device="cpu")
-        needed = needed_entries(self.declaration, optimizer, group)
-        factory = self.state_factory(optimizer)
+        needed, factory = needed_entries(optimizer, group), StateFactory(optimizer)
         entries = [
             TensorColumn([factory.initial_value(p, e, False, group)]) if e in needed else None
             for e in (*self.declaration.entries, AVERAGE)
@@ -245,7 +212,8 @@ class Updater:
             *map(group.get, self.declaration.option_names),
         ]
         gradients = batch.gradients(grads)
-        if not batch.holds_parameters and not self.is_packed:
+        # Where they are packed, holding them saves nothing.
+        if not batch.holds_parameters and getattr(optimizer._capture, "packed", None) is None:
             batch.hold_parameters()
         call = batch.repeated_call(options, gradients) or batch.new_call(
             options,
@@ -279,7 +247,7 @@ class Updater:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
         present = [i for i, g in enumerate(grads) if g is not None]
-        factory = self.state_factory(optimizer)
+        factory = StateFactory(optimizer)
         entries = [factory.entries_of(params[i], needed, group) for i in present]
         factory.create_all([params[i] for i in present], entries, group)
         kinds: dict[BatchKind, list[int]] = {}
