@@ -37,16 +37,8 @@ from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
-from subtensors.optim.state import Declaration, Initializer, StateFactory, swapped_averages
-from subtensors.optim.state_dict import (
-    copied_state,
-    drop_state,
-    is_checkpoint_step,
-    loading,
-    make_state,
-    restore_state,
-    saved_state,
-)
+from subtensors.optim.state import Declaration, Initializer, StateFactory, checked_initializers, swapped_averages
+from subtensors.optim.state_dict import copied_state, loading, restore_state, saved_state, take_checkpoint_step
 from subtensors.optim.step import StepFunction, Updater, accumulates, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States
@@ -134,9 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(cls.__dict__.get("__init__"), FunctionType):
             dynamo.call_eagerly(cls.__init__, "an optimizer is made of the parameters that there are")
         if "state" in cls.__dict__:
-            if not isinstance(state := cls.__dict__["state"], Mapping):
-                raise TypeError(f"{cls.__name__}.state is a dict, such as dict(m=torch.zeros_like); got {shown(state)}")
-            cls._initializers = dict(state)
+            cls._initializers = checked_initializers(cls.__name__, cls.__dict__["state"])
             del cls.state
         if cls.update is not Optimizer.update:
             cls._declaration = Declaration(cls, Optimizer)
@@ -238,12 +228,9 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(self.state) is not States:
             self.state = States(dict, self.state)
-        if self._is_provisional:
-            drop_state(self)
-        if not self.state and is_checkpoint_step(self.param_groups):
-            make_state(self, names_gradients=True)
-            self._is_provisional = True
-        elif accumulates(self.param_groups):
+        if (self._is_provisional or not self.state) and take_checkpoint_step(self):
+            return loss
+        if accumulates(self.param_groups):
             accumulation.take_pass(self.param_groups, self._update_all, getattr(self, "found_inf", None) is not None)
         else:
             self._update_all()

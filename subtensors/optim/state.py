@@ -110,12 +110,18 @@ class Declaration:
                 f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
             )
 
-        for entry, initial in self.initializers.items():
-            if not callable(initial):
-                raise TypeError(
-                    f"{cls.__name__}.state gives for each entry a function of its parameter, such as torch.zeros_like; "
-                    f"got {shown(initial)} for {entry!r}"
-                )
+
+def checked_initializers(name: str, state: object) -> dict[str, Initializer]:
+    """The `state` of an optimizer class of this name; raise TypeError if it is no dict of functions."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name}.state is a dict, such as dict(m=torch.zeros_like); got {shown(state)}")
+    for entry, initial in state.items():
+        if not callable(initial):
+            raise TypeError(
+                f"{name}.state gives for each entry a function of its parameter, such as torch.zeros_like; "
+                f"got {shown(initial)} for {entry!r}"
+            )
+    return dict(state)
 
 
 def needed_entries(optimizer: SteppedOptimizer, group: ParamGroup) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
 from subtensors.optim import accumulation
-from subtensors.optim.accumulation import GRADIENT, Group, Groups
+from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
 from subtensors.optim.captured_step import CapturableOptimizer
 from subtensors.optim.hyperparameters import check_types
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import ParamGroup, complete_group
-from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, SteppedOptimizer, needed_entries
+from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, needed_entries
 from subtensors.optim.step import accumulates
 from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
@@ -54,13 +54,12 @@ class SavedOptimizer(CapturableOptimizer, Protocol):
 
 def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
     """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves."""
-    if is_provisional := optimizer._is_provisional:
-        drop_state(optimizer)
-        make_state(optimizer)
+    if is_provisional := _drop_provisional_state(optimizer):
+        _make_state(optimizer)
     saved = make()
     _add_gradients(saved, optimizer)
     if is_provisional:
-        drop_state(optimizer)
+        optimizer.state.clear()
     saved["state"] = {
         key: {name: _plain(t) for name, t in dequantized_state(v).items()} if isinstance(v, Entry) else v
         for key, v in saved["state"].items()
@@ -74,10 +73,13 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     return saved
 
 
-def drop_state(optimizer: SavedOptimizer) -> None:
-    """Drop all state of an optimizer, which may be provisional."""
-    optimizer.state.clear()
-    optimizer._is_provisional = False
+def _drop_provisional_state(optimizer: SavedOptimizer) -> bool:
+    """Drop the state of an optimizer if it is provisional, and return whether it was."""
+    is_provisional = optimizer._is_provisional
+    if is_provisional:
+        optimizer.state.clear()
+        optimizer._is_provisional = False
+    return is_provisional
 
 
 def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
@@ -219,25 +221,24 @@ def _plain(value: object) -> object:
     return value.data if isinstance(value, Tensor) and (type(value) is not Tensor or vars(value)) else value
 
 
-def is_checkpoint_step(groups: Groups) -> bool:
-    """Return whether the current step, of an optimizer without state, is one that only asks for state."""
-    return all(_is_zero(group.get("lr", 0.0)) for group in groups) and is_initializing_state()
+def take_checkpoint_step(optimizer: SavedOptimizer) -> bool:
+    """Make provisional state if the current step is one that only asks for state; return whether it is."""
+    _drop_provisional_state(optimizer)
+    groups = optimizer.param_groups
+    if optimizer.state or not all(_is_zero(group.get("lr", 0.0)) for group in groups) or not is_initializing_state():
+        return False
+    _make_state(optimizer)
+    # A flattened checkpoint is searched for the names that are here.
+    for p in [p for group in groups for p in group["params"] if p.requires_grad and accumulates(groups)]:
+        optimizer.state[p][GRADIENT] = p.grad
+    optimizer._is_provisional = True
+    return True
 
 
-def make_state(optimizer: SteppedOptimizer, names_gradients: bool = False) -> None:
-    """Create the state of all parameters that can have a gradient.
-
-    Args:
-        optimizer: the optimizer.
-        names_gradients: put an entry for accumulated gradients into it, if there may be some: a flattened checkpoint
-            is searched for the names that are here.
-    """
-    groups, factory = optimizer.param_groups, StateFactory(optimizer)
-    for group in groups:
-        params = [p for p in group["params"] if p.requires_grad]
-        factory.create_group(params, group)
-        for p in params if names_gradients and accumulates(groups) else ():
-            factory.state[p][GRADIENT] = p.grad
+def _make_state(optimizer: SavedOptimizer) -> None:
+    """Create the state of all parameters that can have a gradient."""
+    for group in optimizer.param_groups:
+        StateFactory(optimizer).create_group([p for p in group["params"] if p.requires_grad], group)
 
 
 def _is_zero(lr: object) -> bool:
