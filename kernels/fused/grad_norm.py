@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.fused.codegen import Kernel
-from subtensors.kernels.fused.launch import Integers, kept
-from subtensors.kernels.runtime.graph_lifetime import to_device
+from subtensors.kernels.fused.launch import Integers, TileMap, Workspaces
 from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
 
 BLOCK = 2048
@@ -56,7 +55,7 @@ def reference(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-class GradNormGrid:
+class GradNormGrid(Workspaces[tuple[Tensor, Tensor]]):
     """The chunks of tensors of these sizes and dtypes, and their sum of squares. Depends on no address.
 
     Args:
@@ -69,34 +68,21 @@ class GradNormGrid:
     def __init__(
         self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, total: Tensor
     ) -> None:
+        super().__init__()
         self.device, self.total = device, total
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         self.kinds = np.asarray([_KINDS[dtype] for dtype in dtypes], dtype=np.int64)
-        counts = -(-self.sizes // (BLOCK * ROUNDS))
-        tensor = np.repeat(np.arange(self.count, dtype=np.int64), counts)
-        within = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Without elements there is one empty chunk.
-        entries = tensor << 32 | within if len(tensor) else np.zeros(1, np.int64)
-        self.chunks = to_device(entries, device)
-        self.programs = min(len(entries), PROGRAMS * multiprocessors(device))
+        self.chunks = TileMap.of(self.sizes, BLOCK * ROUNDS, 0, device).entries
+        self.programs = min(len(self.chunks), PROGRAMS * multiprocessors(device))
         present = set(dtypes)
         kinds = [dtype in present for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
-        self._chunk_count = len(entries)
         self.constants = (*kinds, ROUNDS, BLOCK)
-        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def workspace(self, key: int | None) -> tuple[Tensor, Tensor]:
-        """Partial sums, and the atomic counter, which launches leave at zero; the key as of `launch.Grid.workspace`."""
-        return kept(self._workspaces, key, self._new_workspace)
 
     def _new_workspace(self) -> tuple[Tensor, Tensor]:
+        """Partial sums, and the atomic counter, which launches leave at zero."""
         partials = torch.empty(self.programs, dtype=torch.int64, device=self.device)
         return partials, torch.zeros(1, dtype=torch.int32, device=self.device)
-
-    def forget(self, key: int) -> None:
-        """Free the workspace of this number."""
-        self._workspaces.pop(key, None)
 
     @property
     def table_size(self) -> int:
@@ -123,14 +109,7 @@ class GradNormGrid:
     ) -> None:
         """Compute the sum, on the current stream of the device.
 
-        Args:
-            table: address of the result of `rows`, on the device.
-            scalars: unused, as are the other arguments that only `launch.Grid` reads.
-            seed: unused.
-            outputs: unused.
-            stream: unused.
-            workspace: which workspace to use; launches that may run at the same time need different ones.
-            prelude: unused.
+        The table and the workspace are as for `launch.Grid`, which alone reads the other arguments.
         """
         from subtensors.kernels.fused.squares_kernel import grad_norm
 
@@ -143,7 +122,7 @@ class GradNormGrid:
         """The first arguments of the kernel, whose caller keeps the workspace until the launch."""
         partials, counter = workspace
         addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
-        return (table, *addresses, self.count, self._chunk_count)
+        return (table, *addresses, self.count, len(self.chunks))
 
 
 @dataclass(frozen=True)

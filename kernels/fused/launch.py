@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -52,11 +52,9 @@ class Prelude(Protocol):
 
     def launch(self) -> None:
         """Launch it by itself."""
-        ...
 
     def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
         """Launch it, and the kernel over `count` tensors after it, as one launch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,13 +107,21 @@ class TileMap:
     def of(sizes: Integers, part: int, min_parts: int, device: torch.device) -> TileMap:
         """Cut tensors into parts of `part` elements, each into `min_parts` or more."""
         parts = np.maximum(-(-sizes // part), min_parts)
-        first = np.cumsum(parts) - parts
         total = int(parts.sum())
-        tensor = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
-        within = np.arange(total, dtype=np.int64) - np.repeat(first, parts)
         # At least one entry, which may be unused: Triton's interpreter accepts no empty tensor.
-        entries = to_device((tensor << 32 | within) if total else np.zeros(1, np.int64), device)
-        return TileMap(entries, entries.data_ptr(), first, total)
+        entries = to_device(tile_entries(parts) if total else np.zeros(1, np.int64), device)
+        return TileMap(entries, entries.data_ptr(), before(parts), total)
+
+
+def before(sizes: Integers) -> Integers:
+    """The sum of all sizes before each."""
+    return np.cumsum(sizes) - sizes
+
+
+def tile_entries(parts: Integers) -> Integers:
+    """For each part of each tensor, tensor << 32 | part of the tensor, of tensors with these numbers of parts."""
+    tensor = np.repeat(np.arange(len(parts), dtype=np.int64), parts)
+    return tensor << 32 | (np.arange(len(tensor), dtype=np.int64) - np.repeat(before(parts), parts))
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,31 @@ class Workspace:
         return [memory.data_ptr() for memory in (self.slots, self.partials, self.counters)]
 
 
-def kept(known: dict[int, W], key: int | None, make: Callable[[], W]) -> W:
-    """Return the workspace of a key, made where there is none; without a key, a new one that is not kept."""
-    if key is None:
-        return make()
-    found = known.get(key)
-    # Another thread may make it meanwhile, and launch with that.
-    return known.setdefault(key, make()) if found is None else found
+class Workspaces(Generic[W]):
+    """The workspaces of a grid: one for all launches that follow each other, on one stream or in one recording."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[int, W] = {}
+
+    def workspace(self, key: int | None) -> W:
+        """Return the workspace of some launches, made where there is none.
+
+        Args:
+            key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
+                launch, and what is zeroed in it is so only once it has run; so its workspace is new, and not kept.
+        """
+        if key is None:
+            return self._new_workspace()
+        found = self._workspaces.get(key)
+        # Another thread may make it meanwhile, and launch with that.
+        return self._workspaces.setdefault(key, self._new_workspace()) if found is None else found
+
+    def _new_workspace(self) -> W:
+        raise NotImplementedError
+
+    def forget(self, key: int) -> None:
+        """Free the workspace of this key."""
+        self._workspaces.pop(key, None)
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
@@ -152,7 +176,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-class Grid:
+class Grid(Workspaces[Workspace]):
     """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
     Args:
@@ -171,12 +195,12 @@ class Grid:
         matrices: Sequence[tuple[int, int]] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
+        super().__init__()
         self.kernels, self.device, self.exchange = kernels, device, exchange
         self._matrices = self._matrix_rows(sizes, matrices)
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
         self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
         self._launchers: dict[int, Launch] = {}
-        self._workspaces: dict[int, Workspace] = {}
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -189,7 +213,7 @@ class Grid:
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
         self._ready = _event(device)
         rounded = -(-self.sizes // ALIGNMENT) * ALIGNMENT
-        self.offsets = np.cumsum(rounded) - rounded
+        self.offsets = before(rounded)
         self.arena = int(rounded.sum())
 
     def _matrix_rows(self, sizes: Sequence[int], matrices: Sequence[tuple[int, int]] | None) -> list[list[int]]:
@@ -199,15 +223,6 @@ class Grid:
         matrices = matrices or [(1, size) for size in sizes]
         # Never 0, since kernels divide by them.
         return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
-
-    def workspace(self, key: int | None) -> Workspace:
-        """Return the memory of launches that follow each other: those on one stream, or of one recording.
-
-        Args:
-            key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
-                launch, and what is zeroed in it is so only once it has run.
-        """
-        return kept(self._workspaces, key, self._new_workspace)
 
     def _new_workspace(self) -> Workspace:
         # The stream may be another one than that of the tiles. In a capture, they were there before.
@@ -219,10 +234,6 @@ class Grid:
         make = torch.zeros if self.kernels.reductions else torch.empty
         counters = make(max(self.count, 1), dtype=torch.int32, device=self.device)
         return Workspace(slots, partials, counters)
-
-    def forget(self, key: int) -> None:
-        """Free the workspace of this number."""
-        self._workspaces.pop(key, None)
 
     @property
     def table_size(self) -> int:

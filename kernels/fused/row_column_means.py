@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.kernels.fused.launch import Integers
+from subtensors.kernels.fused.launch import before, tile_entries
 from subtensors.kernels.fused.lowering import TRITON_TYPES
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.graph_lifetime import to_device
@@ -59,11 +59,11 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
     table = np.empty((6, len(matrices)), dtype=np.int64)
     table[0] = [x.data_ptr() for x in matrices]
     table[1], table[2] = heights, widths
-    table[3] = rows.data_ptr() + _before(heights) * kind.itemsize
-    table[4] = columns.data_ptr() + _before(widths) * kind.itemsize
-    table[5] = _before(blocks * widths)
+    table[3] = rows.data_ptr() + before(heights) * kind.itemsize
+    table[4] = columns.data_ptr() + before(widths) * kind.itemsize
+    table[5] = before(blocks * widths)
     # One copy to the device holds the table and the tiles of both kernels.
-    by_rows, by_columns = _tiles(blocks), _tiles(-(-widths // COLUMNS))
+    by_rows, by_columns = tile_entries(blocks), tile_entries(-(-widths // COLUMNS))
     words = to_device(np.concatenate([table.reshape(-1), by_rows, by_columns]), device)
     addresses, first, second = words.split([table.size, len(by_rows), len(by_columns)])
     sum_kind = getattr(tl, TRITON_TYPES[kind].removeprefix("tl."))
@@ -75,14 +75,3 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         [part.unsqueeze(1) for part in rows.split(heights.tolist())],
         [part.unsqueeze(0) for part in columns.split(widths.tolist())],
     )
-
-
-def _before(sizes: Integers) -> Integers:
-    """The sum of all sizes before each."""
-    return np.cumsum(sizes) - sizes
-
-
-def _tiles(counts: Integers) -> Integers:
-    """For each program, matrix << 32 | its number within the matrix."""
-    matrix = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    return matrix << 32 | (np.arange(len(matrix), dtype=np.int64) - np.repeat(_before(counts), counts))
