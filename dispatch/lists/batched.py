@@ -47,18 +47,21 @@ class BatchRow:
 _MATRIX = (2, 3)
 
 
+_FUNCTIONS_AND_METHODS = {
+    "mm": BatchRow(((2,), (2,)), torch.bmm),
+    "bmm": BatchRow(((3,), (3,)), torch.matmul),
+    "matmul": BatchRow((_MATRIX, _MATRIX), torch.matmul),
+    "addmm": BatchRow(((1, 2), (2,), (2,)), _addmm),
+    "inverse": BatchRow((_MATRIX,), torch.linalg.inv),
+    "det": BatchRow((_MATRIX,), torch.linalg.det),
+    "slogdet": BatchRow((_MATRIX,), torch.linalg.slogdet),
+}
+
+
 def _rows() -> dict[Callable[..., PyTree], BatchRow]:
-    rows: dict[Callable[..., PyTree], BatchRow] = {
-        torch.mm: BatchRow(((2,), (2,)), torch.bmm),
-        torch.Tensor.mm: BatchRow(((2,), (2,)), torch.bmm),
-        torch.bmm: BatchRow(((3,), (3,)), torch.matmul),
-        torch.Tensor.bmm: BatchRow(((3,), (3,)), torch.matmul),
-        torch.matmul: BatchRow((_MATRIX, _MATRIX), torch.matmul),
-        torch.Tensor.matmul: BatchRow((_MATRIX, _MATRIX), torch.matmul),
-        torch.addmm: BatchRow(((1, 2), (2,), (2,)), _addmm),
-        torch.Tensor.addmm: BatchRow(((1, 2), (2,), (2,)), _addmm),
-        torch.nn.functional.linear: BatchRow(((2,), (2,), (1,)), _linear),
-    }
+    owners = (torch, torch.Tensor)
+    rows = {getattr(owner, name): row for name, row in _FUNCTIONS_AND_METHODS.items() for owner in owners}
+    rows[torch.nn.functional.linear] = BatchRow(((2,), (2,), (1,)), _linear)
     # torch.linalg takes any number of leading batch dimensions.
     one = (
         "cholesky cholesky_ex det eig eigh eigvals eigvalsh inv inv_ex ldl_factor lu lu_factor matrix_exp pinv qr "
@@ -67,11 +70,8 @@ def _rows() -> dict[Callable[..., PyTree], BatchRow]:
     for name in one:
         func = getattr(torch.linalg, name)
         rows[func] = BatchRow((_MATRIX,), func)
-    rows[torch.linalg.solve] = BatchRow((_MATRIX, _MATRIX), torch.linalg.solve)
-    rows[torch.linalg.solve_triangular] = BatchRow((_MATRIX, _MATRIX), torch.linalg.solve_triangular)
-    for name, func in (("inverse", torch.linalg.inv), ("det", torch.linalg.det), ("slogdet", torch.linalg.slogdet)):
-        for owner in (torch, torch.Tensor):
-            rows[getattr(owner, name)] = BatchRow((_MATRIX,), func)
+    for func in (torch.linalg.solve, torch.linalg.solve_triangular):
+        rows[func] = BatchRow((_MATRIX, _MATRIX), func)
     return rows
 
 
@@ -183,32 +183,3 @@ def group_by_shape(columns: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     for i, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple([(t.shape, t.dtype, t.device) for t in row]), []).append(i)
     return list(groups.values())
-
-
-def run_by_shape(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], columns: Sequence[Sequence[Tensor]]
-) -> list[list[Tensor]]:
-    """Call a function of stacked tensors once for each shape.
-
-    Args:
-        function: takes a stack of each column, (n, *shape), and returns a tensor, or a tuple of tensors, each with n
-            as its first dimension.
-        columns: each holds one tensor per element.
-
-    Returns:
-        For each tensor that the function returns, its parts, one per element.
-
-    Example:
-        >>> squares = [torch.eye(2), torch.ones(3, 3), 2 * torch.eye(2)]
-        >>> [t.tolist() for t in run_by_shape(lambda x: x.diagonal(dim1=1, dim2=2).sum(1), [squares])[0]]
-        [2.0, 3.0, 4.0]
-    """
-    results: list[list[Tensor]] = []
-    for indices in group_by_shape(columns):
-        returned = function(*[stack([column[i] for i in indices]) for column in columns])
-        parts = returned if isinstance(returned, tuple) else (returned,)
-        results = results or [list(columns[0]) for _ in parts]  # replaced below, one by one
-        for result, part in zip(results, parts, strict=True):
-            for i, tensor in zip(indices, part.unbind(), strict=True):
-                result[i] = tensor
-    return results

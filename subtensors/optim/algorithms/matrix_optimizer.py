@@ -13,7 +13,7 @@ from subtensors.dispatch.fused.read_values import ReadValues
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.graphs.fused_graph import current_recording
-from subtensors.dispatch.lists.batched import run_by_shape
+from subtensors.dispatch.lists.batched import group_by_shape, stack
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.lists.tensor_list import TensorList
@@ -110,8 +110,17 @@ def by_shape(function: Callable[..., Tensor | tuple[Tensor, ...]], *lists: Tenso
         >>> by_shape(torch.linalg.matrix_norm, x)
         TensorList(3 tensors, 3 values: 3 x float32[] cpu)
     """
-    results = tuple([lists[0].like(column) for column in run_by_shape(function, [x.tensors for x in lists])])
-    return results[0] if len(results) == 1 else results
+    columns = [x.tensors for x in lists]
+    results: list[list[Tensor]] = []
+    for indices in group_by_shape(columns):
+        returned = function(*[stack([column[i] for i in indices]) for column in columns])
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        results = results or [list(columns[0]) for _ in parts]  # replaced below, one by one
+        for result, part in zip(results, parts, strict=True):
+            for i, tensor in zip(indices, part.unbind(), strict=True):
+                result[i] = tensor
+    made = tuple([lists[0].like(result) for result in results])
+    return made[0] if len(made) == 1 else made
 
 
 @fused
