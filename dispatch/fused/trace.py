@@ -18,7 +18,7 @@ from subtensors.dispatch.fused.op_tracer import OpTracer
 from subtensors.dispatch.fused.proxies import ProxySlot, ProxyTensor
 from subtensors.dispatch.fused.symbolic_scalars import ValueNeeded, compile_expression, symbolic_scalar
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
 from subtensors.kernels.fused.program import Parameter, Program, Shape
 
 
@@ -63,7 +63,7 @@ def trace(
     with torch.no_grad(), tracer, _errors_with_source():
         result = function(*args, **kwargs)
     outputs: list[int] = []
-    results = _map_tree(lambda leaf: _returned(leaf, proxies, outputs, function), result)
+    results = tree_map(result, lambda leaf: _returned(leaf, proxies, outputs, function))
     program = Program(
         name=name_of(function),
         parameters=tuple(parameters),
@@ -115,13 +115,3 @@ def _returned(
         raise RuleError(f"fused math returns tensors, and {name_of(function)} numbers per block: store them instead")
     outputs.append(leaf.slot.value)
     return Returned(len(outputs) - 1, is_parameter=False)
-
-
-def _map_tree(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Return nested tuples, lists and dicts with each leaf replaced."""
-    if isinstance(tree, dict):
-        return {key: _map_tree(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        mapped = [_map_tree(function, value) for value in tree]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else type(tree)(mapped)
-    return function(tree)

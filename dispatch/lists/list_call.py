@@ -12,7 +12,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import optree
 import torch
 
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 
 
 class ElementList(Protocol):
@@ -132,7 +132,8 @@ def gather(results: Sequence[PyTree], wrap: Callable[[list[torch.Tensor]], PyTre
     first = results[0]
     if all(isinstance(r, torch.Tensor) for r in results):
         return wrap(list(results))
-    if not _holds_tensor(first) or any(type(r) is not type(first) or len(r) != len(first) for r in results):
+    holds_tensors = not isinstance(first, torch.Tensor) and bool(tree_find(torch.Tensor, first))
+    if not holds_tensors or any(type(r) is not type(first) or len(r) != len(first) for r in results):
         return PerElement(results)
     if isinstance(first, dict):
         return {key: gather([r[key] for r in results], wrap) for key in first}
@@ -140,11 +141,3 @@ def gather(results: Sequence[PyTree], wrap: Callable[[list[torch.Tensor]], PyTre
     if hasattr(first, "_make"):
         return type(first)(*parts)
     return type(first)(parts)
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(isinstance(v, torch.Tensor) or _holds_tensor(v) for v in value.values())
-    if isinstance(value, (tuple, list)):
-        return any(isinstance(v, torch.Tensor) or _holds_tensor(v) for v in value)
-    return False

@@ -7,12 +7,11 @@ would move it are refused, in `__torch_function__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import NoReturn, SupportsIndex, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
@@ -21,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_released
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached, read_as_plain
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.static.relocating_ops import COPY, RELOCATING_OPS, keeps_address, same_memory
@@ -265,18 +264,14 @@ def _call_other_type(
         result = kind.__torch_function__(func, types, args, kwargs)
         if result is not NotImplemented:
             return result
-    arguments: PyTree = (args, kwargs)
-    plain: PyTree = optree.tree_map(_plain_view, arguments, none_is_leaf=True)
-    plain_args, plain_kwargs = plain
+    plain_args, plain_kwargs = tree_map_only(StaticAddressTensor, _plain_view, (args, kwargs))
     return func(*plain_args, **plain_kwargs)
 
 
-def _plain_view(value: object) -> object:
-    """Return a plain view of a static tensor, through which gradients flow; other values unchanged."""
-    if not isinstance(value, StaticAddressTensor):
-        return value
+def _plain_view(t: Tensor) -> Tensor:
+    """Return a plain view of a static tensor, through which gradients flow."""
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.view_as(value, value)
+        return Tensor.view_as(t, t)
 
 
 def _is_new_tensor(result: object, original: Tensor) -> bool:
@@ -304,20 +299,13 @@ def _write_out(
     func: Callable[..., PyTree], types: Collection[type], args: Args, kwargs: Kwargs, outs: Kwargs
 ) -> PyTree:
     """Run a call with `out=` on aliases, so that torch may resize these, and the static tensors stay."""
-    tensors = [t for out in outs.values() for t in (out if isinstance(out, tuple | list) else [out])]
-    static = [(t, detached(t)) for t in tensors if isinstance(t, StaticAddressTensor) and not t.requires_grad]
+    static = [(t, detached(t)) for t in tree_find(StaticAddressTensor, outs) if not t.requires_grad]
     alias_of = {id(t): alias for t, alias in static}
     original_of = {id(alias): t for t, alias in static}
-
-    def replaced(value: PyTree, replacements: Mapping[int, Tensor]) -> PyTree:
-        if isinstance(value, tuple | list):
-            return type(value)([replacements.get(id(t), t) for t in value])
-        return replacements.get(id(value), value)
-
     error: Exception | None = None
     result: PyTree = None
     try:
-        aliases = {name: replaced(out, alias_of) for name, out in outs.items()}
+        aliases = tree_map_only(Tensor, lambda t: alias_of.get(id(t), t), outs)
         result = _ReadAsPlain.__torch_function__(func, types, args, kwargs | aliases)  # type: ignore[call-arg, arg-type]
     except (RuntimeError, SystemError, Warning) as caught:  # SystemError: where an op warned and then raised
         error = caught
@@ -327,7 +315,7 @@ def _write_out(
             _refuse(t, f"{name}({', '.join(outs)}=...) of shape {tuple(alias.shape)}", COPY)
     if error is not None:
         raise error
-    return replaced(result, original_of)
+    return tree_map_only(Tensor, lambda t: original_of.get(id(t), t), result)
 
 
 def _state(t: StaticAddressTensor) -> tuple[Tensor, bool, bool]:
