@@ -86,16 +86,6 @@ class LaneWriter(SegmentWriter):
         """Return True: a program holds one number per lane of every value."""
         return True
 
-    def load(self, index: int, parameter: int) -> str:
-        """The expression that reads a value from the memory of a parameter."""
-        if self.program.parameters[parameter].on_host:
-            return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
-        return self.loaded(f"tl.load({self.pointer(parameter, self.MASK)}{self.MASK})", parameter, index)
-
-    def load_slot(self, index: int) -> str:
-        """The expression that reads a value from its slot."""
-        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor{self.MASK})", index)
-
     def source(self) -> str:
         """The segment's functions; the last one is the kernel."""
         body = [
@@ -109,7 +99,7 @@ class LaneWriter(SegmentWriter):
         ]
         for parameter, value in self.segment.stores.items():
             text = self.in_memory(value, self.program.parameters[parameter].dtype)
-            body.append(f"tl.store({self.pointer(parameter, self.MASK)}, {text}, mask=inside)")
+            body.append(f"tl.store({self.pointer(parameter)}, {text}, mask=inside)")
         for number, value in self.segment.outputs.items():
             text = self.in_memory(value, self.value(value).dtype)
             body.append(f"tl.store(out{number} + tensor, {text}, mask=inside)")

@@ -48,7 +48,10 @@ ADDRESSED = dict.fromkeys("table tiles scalars slots partials seed_pointer".spli
 
 
 class SegmentWriter:
-    """The writer of a segment's body; its two subclasses write the accesses to memory."""
+    """The writer of a segment's body; its two subclasses write what a program sweeps over."""
+
+    MASK = ""
+    """The mask of loads of numbers per tensor, where lanes lie beyond the last one."""
 
     def __init__(self, program: Program, segment: Segment, name: str) -> None:
         self.program, self.segment, self.name = program, segment, name
@@ -160,12 +163,15 @@ class SegmentWriter:
                 return Text(repr(operand))
 
     def load(self, index: int, parameter: int) -> str:
-        """The expression that reads a value from the memory of a parameter."""
-        raise NotImplementedError
+        """The expression that reads a value from the memory of a parameter, or from the scalars for one on the host."""
+        if self.program.parameters[parameter].on_host:
+            hosts = [i for i, p in enumerate(self.program.parameters) if p.on_host]
+            return self.from_bits(f"tl.load(scalars + {len(self.program.scalars) + hosts.index(parameter)})", index)
+        return self.loaded(f"tl.load({self.pointer(parameter)}{self.MASK})", parameter, index)
 
     def load_slot(self, index: int) -> str:
         """The expression that reads a value from its slot."""
-        raise NotImplementedError
+        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor{self.MASK})", index)
 
     def from_bits(self, bits: str, index: int) -> str:
         """The bits of a slot or a dynamic scalar as this value."""
@@ -178,21 +184,16 @@ class SegmentWriter:
         """Value `index` as the bits memory of `dtype` holds."""
         return cast(f"v{index}", self.register(index), torch.int8 if dtype == torch.bool else dtype)
 
-    def pointer(self, parameter: int, mask: str = "") -> str:
+    def pointer(self, parameter: int) -> str:
         """The address of a parameter's part of this tensor."""
         dtype = self.program.parameters[parameter].dtype
         kind = "tl.int8" if dtype == torch.bool else TRITON_TYPES[dtype]
-        return f"tl.load(table + {POINTERS + parameter} * N + tensor{mask}).to(tl.pointer_type({kind}))"
+        return f"tl.load(table + {POINTERS + parameter} * N + tensor{self.MASK}).to(tl.pointer_type({kind}))"
 
     def loaded(self, text: str, parameter: int, index: int) -> str:
         """Return the expression `text`, loaded from a parameter's memory, in the register dtype of a value."""
         dtype = self.program.parameters[parameter].dtype
         return cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
-
-    def host_slot(self, parameter: int) -> int:
-        """Return the index among the scalars of a parameter that lives on the host."""
-        hosts = [i for i, p in enumerate(self.program.parameters) if p.on_host]
-        return len(self.program.scalars) + hosts.index(parameter)
 
 
 _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})

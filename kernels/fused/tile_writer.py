@@ -29,19 +29,13 @@ class TileWriter(SegmentWriter):
 
     def load(self, index: int, parameter: int) -> str:
         """The expression that reads a value from the memory of a parameter."""
-        if self.program.parameters[parameter].on_host:
-            return self.from_bits(f"tl.load(scalars + {self.host_slot(parameter)})", index)
         if expanded := self.program.parameters[parameter].expanded:
             return self.loaded(f"load_tile(p{parameter}, {expanded}, inside, FULL)", parameter, index)
         if self.is_tile(index):
             return self.loaded(f"load_tile(p{parameter}, lane, inside, FULL)", parameter, index)
         if self.value(index).shape is Shape.PER_BLOCK:
             return f"load_blocks(p{parameter}, left, FULL, BLOCK)"
-        return self.loaded(f"tl.load({self.pointer(parameter)})", parameter, index)
-
-    def load_slot(self, index: int) -> str:
-        """The expression that reads a value from its slot."""
-        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor)", index)
+        return super().load(index, parameter)
 
     def source(self) -> str:
         """The segment's functions; the last one is the kernel."""
