@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from subtensors.dispatch.ops.errors import AddressError
@@ -43,31 +43,27 @@ class FreeList:
     """
 
     def __init__(self, size: int) -> None:
-        self._starts = [0]
-        self._ends = [size]
+        self._parts = [(0, size)]
+        """The start and end of each, in order."""
 
     def allocate(self, size: int, alignment: int) -> int | None:
         """Take a free part at the lowest aligned start where one fits, and return that start; None if none fits."""
-        for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+        for i, (start, end) in enumerate(self._parts):
             aligned = -(-start // alignment) * alignment
             if aligned + size <= end:
-                parts = [(s, e) for s, e in ((start, aligned), (aligned + size, end)) if s < e]
-                self._starts[i : i + 1] = [s for s, _ in parts]
-                self._ends[i : i + 1] = [e for _, e in parts]
+                self._parts[i : i + 1] = [(s, e) for s, e in ((start, aligned), (aligned + size, end)) if s < e]
                 return aligned
         return None
 
     def free(self, start: int, size: int) -> None:
         """Free an allocated part."""
-        i = bisect_left(self._starts, start)
-        first, last = i, i
+        first = last = bisect_left(self._parts, (start, start))
         end = start + size
-        if i > 0 and self._ends[i - 1] == start:
-            first, start = i - 1, self._starts[i - 1]
-        if i < len(self._starts) and self._starts[i] == end:
-            last, end = i + 1, self._ends[i]
-        self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
+        if first > 0 and self._parts[first - 1][1] == start:
+            first, start = first - 1, self._parts[first - 1][0]
+        if last < len(self._parts) and self._parts[last][0] == end:
+            last, end = last + 1, self._parts[last][1]
+        self._parts[first:last] = [(start, end)]
 
 
 class Allocation:
@@ -182,7 +178,10 @@ class RangeAllocator:
 
     def unmap_all(self) -> None:
         """Unmap all memory; the parts in use keep their addresses."""
-        for chunk in sorted(self._mapped):
+        self._unmap(sorted(self._mapped))
+
+    def _unmap(self, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
             self.memory.unmap(chunk * self.chunk, self.chunk)
             self._mapped.discard(chunk)
 
@@ -207,11 +206,9 @@ class RangeAllocator:
 
     def _map(self, chunks: range) -> None:
         new = [chunk for chunk in chunks if chunk not in self._mapped]
-        for count, chunk in enumerate(new):
-            try:
+        try:
+            for chunk in new:
                 self.map_chunk(chunk)
-            except BaseException:
-                for done in new[:count]:
-                    self.memory.unmap(done * self.chunk, self.chunk)
-                    self._mapped.discard(done)
-                raise
+        except BaseException:
+            self._unmap(self._mapped.intersection(new))
+            raise
