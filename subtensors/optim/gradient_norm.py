@@ -10,7 +10,6 @@ further kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ from subtensors.kernels.runtime.launcher import current_stream, is_capturing
 from subtensors.optim.batches import Batch, as_real
 from subtensors.optim.dtensor import Sharding, shard
 
-K = TypeVar("K")
-
 Part = tuple[torch.device, Sharding | None]
 """The device and sharding of the gradients that one kernel adds up."""
 
@@ -41,13 +38,18 @@ class GradientNorm:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[torch.device, Tensor] = {}
-        self._totals: dict[Part, Tensor] = {}
+        self._totals: dict[torch.device | Part, Tensor] = {}
+        """The sum on each device; where there are several parts, that of each."""
         self._sweeps: dict[Part, _Sweep] = {}
 
     def sum_of_squares(self, device: torch.device) -> Tensor:
         """The last sum: float64, 0-d."""
-        return _total(self._sums, device, device)
+        return self._total(device, device)
+
+    def _total(self, key: torch.device | Part, device: torch.device) -> Tensor:
+        if key not in self._totals:
+            self._totals[key] = torch.zeros((), dtype=torch.float64, device=device)
+        return self._totals[key]
 
     def take(self, gradients: Sequence[tuple[Batch, TensorColumn]], is_followed: bool) -> FusedGradNorm | None:
         """Add up the squares.
@@ -69,7 +71,7 @@ class GradientNorm:
         if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
             raise NotRecordable("the norm of the gradients is more than one kernel")
         for part, gradients_of_part in parts.items():
-            self._add_up(part, gradients_of_part, _total(self._totals, part, part[0]), is_followed=False)
+            self._add_up(part, gradients_of_part, self._total(part, part[0]), is_followed=False)
         for device in {device for device, _ in parts}:
             torch.sum(
                 torch.stack([self._totals[part].to(device) for part in parts]), 0, out=self.sum_of_squares(device)
@@ -147,10 +149,3 @@ class _Sweep(Recordable):
             return FusedGradNorm(self.grid, table, None)
         self._guard, self._table = guard, table
         return FusedGradNorm(self.grid, table, current_stream(self.device))
-
-
-def _total(totals: dict[K, Tensor], key: K, device: torch.device) -> Tensor:
-    """The 0-d float64 of this key, created if there is none."""
-    if key not in totals:
-        totals[key] = torch.zeros((), dtype=torch.float64, device=device)
-    return totals[key]
