@@ -31,6 +31,7 @@ class BatchKind(NamedTuple):
     device: torch.device
     is_complex: bool
     sharding: Sharding | None
+    """The sharding of the parameters over processes; None if they are not DTensors."""
     entries: tuple[str, ...]
     """The names of their state entries."""
     dtypes: tuple[torch.dtype | None, ...]
@@ -47,18 +48,15 @@ class Batch:
 
     indices: list[int] | None
     """Their positions in the group; None if they are the whole group."""
-    device: torch.device
-    is_complex: bool
+    kind: BatchKind
     params: TensorColumn
     master: TensorColumn | None
     entries: tuple[StateColumn | None, ...]
     """One column a state entry that `update` takes, and last one for the averages; None where these parameters have
     no such entry."""
-    sharding: Sharding | None = None
-    """The sharding of the parameters over processes; None if they are not DTensors."""
-    sees_shards: bool = False
+    sees_shards: bool
     """True if the step runs on the local shards; otherwise it sees DTensors."""
-    reduces_shards: bool = False
+    reduces_shards: bool
     """True if the step of a shard depends on sums over the full tensor."""
 
     def __post_init__(self) -> None:
@@ -69,7 +67,7 @@ class Batch:
         movable = [[t for t in column if not isinstance(t, StaticAddressTensor)] for column in self._columns]
         self._firsts = [column[0] for column in movable if column]
         self._addresses = [t.data_ptr() for t in self._firsts]
-        self.has_plain_gradients = not self.is_complex and all(_has_plain_gradient(p) for p in self.params)
+        self.has_plain_gradients = not self.kind.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self.full_group = self.params if self.indices is None and self.has_plain_gradients else None
         """The parameters, if they are the whole group and gradients have their layout; else None."""
         self.shards = LocalShards(self.params) if self.sees_shards else None
@@ -107,20 +105,20 @@ class Batch:
             if self.shards.have_changed():
                 self._last_call = None
             parts = self.shards.of_gradients(own)
-            return as_real(map(Tensor.resolve_conj, parts)) if self.is_complex else parts
-        if self.is_complex:
+            return as_real(map(Tensor.resolve_conj, parts)) if self.kind.is_complex else parts
+        if self.kind.is_complex:
             return as_real(map(Tensor.resolve_conj, own))
         return TensorColumn(own, like=self.params if self.has_plain_gradients else None)
 
     def new_call(self, options: list[object], gradients: TensorColumn, *arguments: object) -> FusedCall:
         """The fused call of a step."""
         params = self.params if self.shards is None else self.shards.own
-        params = as_real(params) if self.is_complex else params
+        params = as_real(params) if self.kind.is_complex else params
         call = FusedCall((params, gradients, self.master, self.entries, *arguments), {})
         if self._last_call is not None and self._last_call.key == call.key:
             call.launches = self._last_call.launches  # the same columns, with other numbers
         # A template for the steps that follow, without the gradients: those must not live until the next one.
-        is_template = not self.is_complex and all(map(is_plain, options))
+        is_template = not self.kind.is_complex and all(map(is_plain, options))
         self._last_call = call.with_list(GRADIENTS, TensorColumn()) if is_template else None
         self._last_options = options
         return call

@@ -89,7 +89,7 @@ class CapturedStep:
         self.options = [options_of(group) for group in groups]
         self.values: list[list[object]] = [[] for _ in groups]
         """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
-        devices = {batch.device for batch in batches}
+        devices = {batch.kind.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.constants = self._read_constants(optimizer)
         self.paths = [number_paths(updater, group, self.device) for group in groups]

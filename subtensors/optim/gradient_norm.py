@@ -63,8 +63,8 @@ class GradientNorm:
         """
         parts: dict[Part, list[tuple[Batch, Sequence[Tensor]]]] = {}
         for batch, own in gradients:
-            local = own if batch.sharding is None else as_real(map(shard, own))
-            parts.setdefault((batch.device, batch.sharding), []).append((batch, local))
+            local = own if batch.kind.sharding is None else as_real(map(shard, own))
+            parts.setdefault((batch.kind.device, batch.kind.sharding), []).append((batch, local))
         if len(parts) == 1:
             ((part, all_gradients),) = parts.items()
             return self._add_up(part, all_gradients, self.sum_of_squares(part[0]), is_followed)

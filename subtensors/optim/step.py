@@ -218,12 +218,12 @@ class Updater:
         call = batch.repeated_call(options, gradients) or batch.new_call(
             options,
             gradients,
-            None if scale is None else _as_argument(scale, batch.device),
-            None if found_inf is None else _as_argument(found_inf, batch.device),
+            None if scale is None else _as_argument(scale, batch.kind.device),
+            None if found_inf is None else _as_argument(found_inf, batch.kind.device),
             bool(group.get("maximize")),
-            self.values(group, batch.device),
+            self.values(group, batch.kind.device),
         )
-        function = self.function if not batch.reduces_shards else self._shard_function(batch.sharding)
+        function = self.function if not batch.reduces_shards else self._shard_function(batch.kind.sharding)
         try:
             function.run(call, prelude)
             if batch.sees_shards:
@@ -275,12 +275,10 @@ class Updater:
         assert master is None or isinstance(master, TensorColumn)
         return Batch(
             None if indices == [*range(len(params))] else indices,
-            kind.device,
-            kind.is_complex,
+            kind,
             TensorColumn(own, keeps_layout=not kind.is_complex and kind.sharding is None),
             master,
             tuple([columns.get(entry) for entry in (*self.declaration.entries, AVERAGE)]),
-            kind.sharding,
             sees_shards,
             reduces_shards,
         )
