@@ -63,12 +63,6 @@ class PackedLayout:
     def __reduce__(self) -> tuple[object, ...]:
         return _unique_layout, self._fields()
 
-    def __copy__(self) -> PackedLayout:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PackedLayout:
-        return self
-
     def __repr__(self) -> str:
         return f"Layout({len(self.shapes)} elements in {len(self.sizes)} flats)"
 
