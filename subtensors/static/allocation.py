@@ -5,32 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from subtensors.dispatch.ops.errors import AddressError
-
-
-class AddressRange(Protocol):
-    """Reserved addresses under which memory can be mapped."""
-
-    address: int
-    size: int
-
-    def map(self, start: int, size: int) -> None:
-        """Map memory under a part, or raise and change nothing."""
-
-    def unmap(self, start: int, size: int) -> None:
-        """Unmap the memory of a part that one call of `map` mapped."""
-
-    def close(self) -> None:
-        """Free the addresses."""
+from subtensors.kernels.memory.cuda_reservation import CudaRange
+from subtensors.kernels.memory.host_reservation import HostRange
 
 
 class FreeList:
     """The free parts of `range(size)`: allocation takes the first that fits, and freed parts merge with neighbours.
-
-    Args:
-        size: of the full range, all of it free at first.
 
     >>> free = FreeList(100)
     >>> free.allocate(10, 8), free.allocate(10, 8), free.allocate(4, 1)
@@ -67,13 +49,7 @@ class FreeList:
 
 
 class Allocation:
-    """A part of a range, which is freed when this object is deleted.
-
-    Args:
-        allocator: of the range.
-        start: the part's offset in the range.
-        size: in bytes.
-    """
+    """A part of a range, from an offset in it and of some bytes, which is freed when this object is deleted."""
 
     def __init__(self, allocator: RangeAllocator, start: int, size: int) -> None:
         self.allocator = allocator
@@ -93,7 +69,6 @@ class RangeAllocator:
         chunk: the bytes that are mapped at once; the size of the range is a multiple of it.
         alignment: of each part, in bytes.
 
-    >>> from subtensors.kernels.memory.host_reservation import HostRange
     >>> allocator = RangeAllocator(HostRange(8 << 20), chunk=1 << 20, alignment=512)
     >>> part = allocator.allocate(1000)
     >>> part.start, part.size, allocator.mapped_bytes, allocator.used_bytes
@@ -104,7 +79,7 @@ class RangeAllocator:
     (1048576, 0)
     """
 
-    def __init__(self, memory: AddressRange, chunk: int, alignment: int) -> None:
+    def __init__(self, memory: CudaRange | HostRange, chunk: int, alignment: int) -> None:
         self.memory = memory
         self.dropped: deque[tuple[int, int]] = deque()
         self.chunk = chunk

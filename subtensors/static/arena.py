@@ -40,7 +40,7 @@ from subtensors.dispatch.torch_internals import dynamo
 from subtensors.kernels.memory.cuda_reservation import CudaRange
 from subtensors.kernels.memory.from_address import tensor_from_address
 from subtensors.kernels.memory.host_reservation import HostRange
-from subtensors.static.allocation import AddressRange, Allocation, RangeAllocator
+from subtensors.static.allocation import Allocation, RangeAllocator
 from subtensors.static.constructors import Constructors
 from subtensors.static.mem_pool import pool_over, segments_of
 from subtensors.static.offload import HostCopy
@@ -108,7 +108,7 @@ class Arena(Constructors):
             raise ValueError(f"alignment must be a power of two up to {_GRANULARITY}; got {alignment!r}")
         step = -(-parse_bytes("chunk", chunk) // _GRANULARITY) * _GRANULARITY
         size = -(-parse_bytes("reserve", reserve) // step) * step
-        memory: AddressRange = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
+        memory = CudaRange(size, self.device) if self.device.type == "cuda" else HostRange(size)
         self.alignment = alignment
         deferred_finalizers.watch(self.device)
         self._lock = RLock()
@@ -186,7 +186,7 @@ class Arena(Constructors):
         """
         if self.device.type != "cuda":
             raise ValueError("a CPU has no memory pools; allocate with the arena's own constructors")
-        return pool_over(self, Arena._allocate_part)
+        return pool_over(self, self.device, self.address, Arena._allocate_part)
 
     def guard(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
         """Make a callable raise while the arena is released: for what stores bare addresses, such as captured graphs.

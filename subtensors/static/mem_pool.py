@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -23,35 +23,24 @@ _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ct
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 
 
-class SegmentSource(Protocol):
-    """A range of addresses of a CUDA device from which segments are allocated: an `Arena`."""
-
-    device: torch.device
-
-    @property
-    def address(self) -> int:
-        """The start address of the range."""
-        ...
-
-
-S = TypeVar("S", bound=SegmentSource)
+Arena = TypeVar("Arena")
 
 # Kept forever: torch may call them whenever a tensor is deleted.
 _callbacks: list[object] = []
-_segments: dict[int, tuple[SegmentSource, Allocation]] = {}
+_segments: dict[int, tuple[object, Allocation]] = {}
 """Torch's segments by address. Tensors of a pool do not refer to the arena, so the segments keep it alive."""
 
 
-def pool_over(arena: S, allocate_segment: Callable[[S, int], Allocation]) -> torch.cuda.MemPool:
-    """Return a memory pool whose segments are allocated from an arena.
+def pool_over(
+    arena: Arena, device: torch.device, address: int, allocate_segment: Callable[[Arena, int], Allocation]
+) -> torch.cuda.MemPool:
+    """Return a memory pool whose segments are allocated from an arena on a CUDA device, which begins at an address.
 
-    Args:
-        arena: on a CUDA device.
-        allocate_segment: allocates a number of bytes of the arena, or raises.
+    The function allocates a number of bytes of the arena, or raises.
     """
     weak = ref(arena)
 
-    def allocate(size: int, device: int, stream: int) -> int | None:
+    def allocate(size: int, _device: int, stream: int) -> int | None:
         owner = weak()
         if owner is None:
             return None
@@ -61,19 +50,18 @@ def pool_over(arena: S, allocate_segment: Callable[[S, int], Allocation]) -> tor
             # No exception may pass through torch's allocator; if it gets no memory it raises OutOfMemoryError itself.
             _log.warning("an arena has no segment of %d bytes for a pool: %s", size, error)
             return None
-        address = owner.address + part.start
-        _segments[address] = owner, part
-        return address
+        _segments[address + part.start] = owner, part
+        return address + part.start
 
-    def free(address: int, size: int, device: int, stream: int) -> None:
-        _segments.pop(address, None)
+    def free(segment: int, size: int, _device: int, stream: int) -> None:
+        _segments.pop(segment, None)
 
     entry_points = _Allocate(allocate), _Free(free)
     _callbacks.append(entry_points)
-    with torch.cuda.device(arena.device):  # a pool belongs to the device that is current at its creation
+    with torch.cuda.device(device):  # a pool belongs to the device that is current at its creation
         return torch.cuda.MemPool(memory.custom_allocator(*entry_points))
 
 
-def segments_of(arena: SegmentSource) -> set[int]:
+def segments_of(arena: object) -> set[int]:
     """Return the addresses of the segments that pools have allocated from an arena."""
     return {address for address, (owner, _) in list(_segments.items()) if owner is arena}

@@ -10,12 +10,7 @@ from subtensors.static.pinned_staging import HostPages
 
 
 class HostCopy:
-    """A copy on the host of the parts of a range that are in use.
-
-    Args:
-        allocator: of the range.
-        device: of the range.
-    """
+    """A copy on the host of the parts of a range that are in use, on a device."""
 
     def __init__(self, allocator: RangeAllocator, device: torch.device) -> None:
         self._allocator = allocator

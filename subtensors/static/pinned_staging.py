@@ -26,9 +26,6 @@ class HostPages:
     pages of 2 MiB, which takes about as long as the copy, and the first pieces are copied at the same time. Locked
     memory is kept for the next release.
 
-    Args:
-        device: of the contents.
-
     >>> pages = HostPages(torch.device("cpu"))
     >>> pages.grow(1000)
     >>> [part.shape for part in pages.parts(10, 100)]

@@ -187,19 +187,7 @@ def check_can_be_static(t: object) -> None:
 
 
 def fixed_memory(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """Allocate memory that torch cannot resize, unless it is pinned.
-
-    Args:
-        size: bytes.
-        device: CPU or CUDA.
-        pinned: whether to page-lock it, on a CPU.
-
-    Returns:
-        (size,) uint8, not initialized.
-
-    Raises:
-        AddressError: a CUDA graph is being captured.
-    """
+    """Allocate (size,) uint8 that torch cannot resize, unless it is pinned, on a CPU; refused during a capture."""
     refuse_capture(device)
     raw = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
     if pinned:  # torch has to know the memory whose copies are under way, to reuse it after them
