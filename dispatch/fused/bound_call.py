@@ -88,12 +88,7 @@ _signatures: dict[tuple[optree.PyTreeSpec, tuple[type, ...]], CallSignature] = {
 class FusedCall:
     """One call: the leaves of its arguments, and the key under which its traces and plans are cached.
 
-    Args:
-        args: positional arguments; tensors, numbers and static values may sit in tuples, lists and dicts.
-        kwargs: keyword arguments.
-
-    Raises:
-        TypeError: an argument of another kind.
+    Tensors, numbers and static values may sit in tuples, lists and dicts; another argument raises TypeError.
     """
 
     __slots__ = ("count", "key", "launches", "leaves", "signature", "statics")

@@ -124,12 +124,7 @@ class FusedFunction:
         return self.run(FusedCall(args, kwargs))
 
     def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
-        """Run a call whose arguments are flattened already.
-
-        Args:
-            call: the call.
-            prelude: a launch that the call depends on; where the call runs as kernels, the two may share a launch.
-        """
+        """Run a call whose arguments are flattened already, after or with a launch that it depends on."""
         self.check_values()
         columns = call.columns(self.name)
         launch = call.launches.last

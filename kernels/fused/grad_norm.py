@@ -140,15 +140,9 @@ class FusedGradNorm:
         self.sweep.launch(self._address, 0, 0, [], 0, self.workspace)
 
     def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
-        """Launch the sum, and a kernel of a lane a tensor after it, as one launch.
+        """Launch the sum, and the kernel of a tensor segment without outputs after it, as one launch.
 
-        Args:
-            kernel: the kernel of a tensor segment, without outputs.
-            table: address of its table, as in `segment_writer.ARGUMENTS`.
-            scalars: address of its dynamic scalars.
-            slots: address of its slots.
-            seed: address of its seed.
-            count: the number of its tensors.
+        The addresses are those of the kernel's arguments (`segment_writer.ARGUMENTS`).
         """
         from subtensors.kernels.fused.squares_kernel import grad_norm
 

@@ -68,14 +68,7 @@ class Capture:
         self._steps: list[CapturedStep] = []
 
     def take_step(self, optimizer: CapturableOptimizer) -> bool:
-        """Replay the step, after capturing it if need be.
-
-        Args:
-            optimizer: the optimizer.
-
-        Returns:
-            False if nothing was done, and the step is to be taken eagerly.
-        """
+        """Replay the step, after capturing it if need be; return False if nothing was done, and it runs eagerly."""
         reason = why_not_replayable()
         if not reason:
             step = (None if self.check else self._fast_check(optimizer)) or self._full_check(optimizer)

@@ -134,11 +134,7 @@ class StateFactory:
     """Creates the state of an optimizer's parameters.
 
     It is made where state is to be created, and not kept: it refers to the optimizer, which should not wait for a
-    garbage collection to be freed.
-
-    Args:
-        optimizer: the optimizer.
-        is_apart: create state beside the optimizer's own, in memory of its own.
+    garbage collection to be freed. State that is apart is beside the optimizer's own, in memory of its own.
     """
 
     def __init__(self, optimizer: SteppedOptimizer, is_apart: bool = False) -> None:

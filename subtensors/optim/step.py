@@ -76,10 +76,6 @@ class Updater:
 
     Its methods are given the optimizer, and it keeps no reference to it, so that an optimizer is freed without a
     garbage collection.
-
-    Args:
-        cls: the optimizer's class.
-        function: the class's step function.
     """
 
     def __init__(self, cls: type[SteppedOptimizer], function: StepFunction) -> None:
