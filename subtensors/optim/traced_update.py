@@ -133,6 +133,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_narrow(dtype) else dtype
 
 
+def add_decay(x: Tensor, p: Tensor, weight_decay: float | None) -> Tensor:
+    """x + weight_decay p; x itself where there is no decay."""
+    return x if weight_decay is None else x + weight_decay * p
+
+
 def _working_tensor(stored: Stored, must_copy: bool) -> Tensor:
     """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
     if isinstance(stored, Quantized | StochasticallyRounded):

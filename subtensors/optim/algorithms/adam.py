@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.traced_update import add_decay
 
 Betas = tuple[float | Tensor, float | Tensor]
 
@@ -74,12 +75,11 @@ class Adam(Optimizer):
 
 def decay_weights(p: Tensor, g: Tensor, lr: float, weight_decay: float | None, is_decoupled: bool) -> Tensor:
     """The gradient with an L2 penalty; if decoupled, the gradient, and the decay is taken off the parameter."""
-    if weight_decay is None:
-        return g
-    if is_decoupled:
+    if not is_decoupled:
+        return add_decay(g, p, weight_decay)
+    if weight_decay is not None:
         p.mul_(1 - lr * weight_decay)
-        return g
-    return g + weight_decay * p
+    return g
 
 
 def update_moments(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, g: Tensor, betas: tuple[float, float]) -> Tensor:

@@ -11,6 +11,7 @@ from subtensors.optim.algorithms.adam import adam_denominator, decay_weights, up
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, OwnOptions
+from subtensors.optim.traced_update import add_decay
 
 
 class NAdam(Optimizer):
@@ -169,8 +170,7 @@ class Adamax(Optimizer):
     def update(self, p, g, step, exp_avg, exp_inf, *, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
         step.add_(1)
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         exp_avg.mul_(beta1).add_((1 - beta1) * g)
         exp_inf.copy_(torch.maximum(beta2 * exp_inf, g.abs() + eps))
         p.sub_((lr / (1 - beta1 ** step.double())) * (exp_avg / exp_inf))
@@ -249,9 +249,7 @@ class AdEMAMix(Optimizer):
         exp_avg_slow.mul_(slow).add_((1 - slow) * g)
         denominator = adam_denominator(exp_avg_sq, beta2, t, eps)
         u = (exp_avg_fast * (1 / (1 - beta1**t)) + share * exp_avg_slow) / denominator
-        if weight_decay is not None:
-            u = u + weight_decay * p
-        p.sub_(lr * u)
+        p.sub_(lr * add_decay(u, p, weight_decay))
 
 
 class LAMB(Optimizer):
@@ -288,8 +286,7 @@ class LAMB(Optimizer):
         beta1, beta2 = betas
         t = update_moments(step, exp_avg, exp_avg_sq, g, betas)
         u = (1 / (1 - beta1**t)) * (exp_avg / adam_denominator(exp_avg_sq, beta2, t, eps))
-        if weight_decay is not None:
-            u = u + weight_decay * p
+        u = add_decay(u, p, weight_decay)
         length, change = p.norm(), u.norm()
         is_scaled = (length > 0) & (change > 0)
         ratio = torch.where(is_scaled, length / torch.where(is_scaled, change, 1.0), 1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import OwnOptions, ParamGroup
+from subtensors.optim.traced_update import add_decay
 
 
 class RMSprop(Optimizer):
@@ -63,8 +64,7 @@ class RMSprop(Optimizer):
 
     def update(self, p, g, step, square_avg, momentum_buffer, grad_avg, *, lr, alpha, eps, weight_decay, momentum):
         step.add_(1)
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         square_avg.mul_(alpha).add_((1 - alpha) * g * g)
         variance = square_avg
         if grad_avg is not None:
@@ -121,8 +121,7 @@ class Adagrad(Optimizer):
 
     def update(self, p, g, step, sum, *, lr, lr_decay, weight_decay, eps):
         step.add_(1)
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         sum.add_(g * g)
         p.sub_((lr / (1 + (step.double() - 1) * lr_decay)) * (g / (sum.sqrt() + eps)))
 
@@ -171,8 +170,7 @@ class Adadelta(Optimizer):
 
     def update(self, p, g, step, square_avg, acc_delta, *, lr, rho, eps, weight_decay):
         step.add_(1)
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         square_avg.mul_(rho).add_((1 - rho) * g * g)
         delta = (acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * g
         acc_delta.mul_(rho).add_((1 - rho) * delta * delta)

@@ -13,6 +13,7 @@ from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
 from subtensors.optim.state import MASTER
+from subtensors.optim.traced_update import add_decay
 
 
 class AdamWScheduleFree(Optimizer):
@@ -96,9 +97,7 @@ class AdamWScheduleFree(Optimizer):
         c = weight / torch.where(weight_sum > 0, weight_sum, 1.0)
 
         exp_avg_sq.mul_(beta2).add_((1 - beta2) * g * g)
-        d = g / (exp_avg_sq.sqrt() + eps)
-        if weight_decay is not None:
-            d = d + weight_decay * p
+        d = add_decay(g / (exp_avg_sq.sqrt() + eps), p, weight_decay)
         # The new y in terms of the old one: x is not needed.
         p.copy_(p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * d)
         z.sub_(rate * d)

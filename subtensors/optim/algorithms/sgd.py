@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, OwnOptions, ParamGroup
+from subtensors.optim.traced_update import add_decay
 
 
 class SGD(Optimizer):
@@ -59,8 +60,7 @@ class SGD(Optimizer):
         return group["momentum"] != 0 and (entry != "step" or group["dampening"] != 0)
 
     def update(self, p, g, step, momentum_buffer, *, lr, momentum, dampening, weight_decay, nesterov):
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         if momentum_buffer is not None:
             momentum_buffer.mul_(momentum).add_(g if dampening is None else (1 - dampening) * g)
             if step is not None:
@@ -133,8 +133,7 @@ class ASGD(Optimizer):
     def update(self, p, g, step, eta, mu, ax, *, lr, lambd, alpha, t0, weight_decay):
         step.add_(1)
         t, rate = step.double(), eta.double()
-        if weight_decay is not None:
-            g = g + weight_decay * p
+        g = add_decay(g, p, weight_decay)
         # Not (1 - lambd eta) p: so near to 1, the factor would be rounded to float32 the same way in every step.
         p.sub_(rate * (g + lambd * p))
         ax.copy_(torch.where(mu == 1, p, ax + mu * (p - ax)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.traced_update import add_decay
 
 
 class Lion(Optimizer):
@@ -43,10 +44,7 @@ class Lion(Optimizer):
 
     def update(self, p, g, exp_avg, *, lr, betas, weight_decay):
         beta1, beta2 = betas
-        direction = torch.sign(beta1 * exp_avg + (1 - beta1) * g)
-        if weight_decay is not None:
-            direction = direction + weight_decay * p
-        p.sub_(lr * direction)
+        p.sub_(lr * add_decay(torch.sign(beta1 * exp_avg + (1 - beta1) * g), p, weight_decay))
         exp_avg.mul_(beta2).add_((1 - beta2) * g)
 
 
@@ -84,10 +82,7 @@ class SignSGD(Optimizer):
     def update(self, p, g, momentum_buffer, *, lr, momentum, weight_decay):
         if momentum_buffer is not None:
             g = momentum_buffer.mul_(momentum).add_((1 - momentum) * g)
-        direction = torch.sign(g)
-        if weight_decay is not None:
-            direction = direction + weight_decay * p
-        p.sub_(lr * direction)
+        p.sub_(lr * add_decay(torch.sign(g), p, weight_decay))
 
 
 class Rprop(Optimizer):
