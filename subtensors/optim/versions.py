@@ -123,34 +123,21 @@ _VERSION = "_watched_by"
 """The attribute of a watched tensor that holds its version."""
 
 
-def _stamping_attribute(attribute: Any) -> Any:
-    """Wrap a tensor attribute so that setting or deleting it is stamped."""
-
-    def change(t: Tensor, value: object) -> None:
-        attribute.__set__(t, value)
-        _stamp(t)
-
-    def delete(t: Tensor) -> None:
-        attribute.__delete__(t)
-        _stamp(t)
-
-    return property(attribute.__get__, change, delete)
-
-
 def _stamping_call(method: Callable[..., Any]) -> Any:
     """Wrap a tensor method so that each call is stamped."""
 
     @wraps(method, assigned=("__name__",))  # not the examples of torch's own documentation
     def call(t: Tensor, *args: object, **kwargs: object) -> object:
         result = method(t, *args, **kwargs)
-        _stamp(t)
+        vars(t)[_VERSION].stamp = object()
         return result
 
     return call
 
 
-def _stamp(t: Tensor) -> None:
-    vars(t)[_VERSION].stamp = object()
+def _stamping_attribute(attribute: Any) -> Any:
+    """Wrap a tensor attribute so that setting or deleting it is stamped."""
+    return property(attribute.__get__, _stamping_call(attribute.__set__), _stamping_call(attribute.__delete__))
 
 
 class WatchedTensor(Tensor):
