@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import optree
 import torch
 
-from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, tensor_properties
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 from subtensors.dispatch.torch_internals.memory import use_count
@@ -226,7 +226,7 @@ def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[
         end, last = -1, -1
         for start, stop, i in in_storage:
             if start < end:
-                if not _same_place(tensors[i], tensors[last]):
+                if tensor_properties(tensors[i]) != tensor_properties(tensors[last]):
                     raise ValueError(
                         f"pack() can't move {leaf_name(treespec, last)} and {leaf_name(treespec, i)}: they share part "
                         f"of their memory; clone one of them"
@@ -235,9 +235,3 @@ def _ties(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> dict[
             elif stop > end:
                 end, last = stop, i
     return ties
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype) and (
-        a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from subtensors.dispatch.graphs.guards import tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs
 
 COPY = "write into it with copy_(), or make another one with st.static(t)"
@@ -48,10 +49,4 @@ def keeps_address(func: Callable[..., object], args: Args, kwargs: Kwargs) -> bo
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same memory, layout, dtype and device."""
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.device,
-    )
+    return tensor_properties(a) == tensor_properties(b)
