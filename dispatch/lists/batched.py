@@ -7,13 +7,14 @@ distances already are a stack, so no copy is made of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.lists.list_call import ElementList, ListCall
+from subtensors.dispatch.lists.list_call import ElementList, ListCall, ListPlan
 from subtensors.dispatch.ops.tree import PyTree
 
 
@@ -78,34 +79,22 @@ def _rows() -> dict[Callable[..., PyTree], BatchRow]:
 ROWS = _rows()
 
 
-@dataclass(frozen=True)
-class BatchedCall:
-    """A call over lists as one batched call per shape; `groups` holds the indices of elements stacked together."""
-
-    call: ListCall[ElementList]
-    row: BatchRow
-    groups: list[list[int]]
-
-    def run(self) -> list[PyTree]:
-        """Run the call; return the result of each element, in order."""
-        lists = [x.tensors for x in self.call.lists]
-        out: list[PyTree] = [None] * len(lists[0])
-        for group in self.groups:
-            if len(group) == 1:
-                out[group[0]] = self.call.run([x[group[0]] for x in lists])
-                continue
-            args, kwargs = self.call.with_lists([stack([x[i] for i in group]) for x in lists])
-            result = self.row.batch(*args, **kwargs)
-            for at, i in enumerate(group):
-                out[i] = _select(result, at)
-        return out
-
-    def describe(self) -> str:
-        """Describe the call: batched, with the number of shapes."""
-        return f"batched by shape ({len(self.groups)} shape{'s' if len(self.groups) > 1 else ''})"
+def _run(call: ListCall[ElementList], row: BatchRow, groups: list[list[int]]) -> list[PyTree]:
+    """Run the call once per group of elements that are stacked together; return the result of each, in order."""
+    lists = [x.tensors for x in call.lists]
+    out: list[PyTree] = [None] * len(lists[0])
+    for group in groups:
+        if len(group) == 1:
+            out[group[0]] = call.run([x[group[0]] for x in lists])
+            continue
+        args, kwargs = call.with_lists([stack([x[i] for i in group]) for x in lists])
+        result = row.batch(*args, **kwargs)
+        for at, i in enumerate(group):
+            out[i] = _select(result, at)
+    return out
 
 
-def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
+def batched_call(call: ListCall[ElementList]) -> ListPlan | None:
     """Return the batched form of a call; None if stacking would change what is computed.
 
     Every matrix operand must be a list (a plain one would be copied for each element), at least two elements must
@@ -128,7 +117,10 @@ def batched_call(call: ListCall[ElementList]) -> BatchedCall | None:
         if any(t.layout is not torch.strided or (records and t.requires_grad) for t in elements):
             return None
     groups = group_by_shape(lists)
-    return None if len(groups) == len(lists[0]) else BatchedCall(call, row, groups)
+    if len(groups) == len(lists[0]):
+        return None
+    count = f"{len(groups)} shape{'s' if len(groups) > 1 else ''}"
+    return ListPlan(lambda: f"batched by shape ({count})", functools.partial(_run, call, row, groups))
 
 
 def _select(result: PyTree, index: int) -> PyTree:

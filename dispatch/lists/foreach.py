@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.lists.list_call import ElementList, ListCall
+from subtensors.dispatch.lists.list_call import ElementList, ListCall, ListPlan
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
@@ -108,35 +108,18 @@ def targets() -> dict[Callable[..., object], Target]:
     return forms
 
 
-@dataclass(frozen=True)
-class ForeachCall:
-    """A call over lists as one foreach call per group; `groups` holds the indices of elements that run together."""
-
-    target: Target
-    overload: OpOverload
-    operands: Args
-    options: Kwargs
-    groups: list[list[int]] | None
-
-    def run(self) -> list[torch.Tensor] | None:
-        """Run the call; return the results in order, or None for an in-place call."""
-        if self.groups is None:
-            result: list[torch.Tensor] | None = self.overload(*self.operands, **self.options)
-            return result
-        out: list[PyTree] = [None] * sum(map(len, self.groups))
-        for group in self.groups:
-            part = [[x[i] for i in group] if isinstance(x, list) else x for x in self.operands]
-            for i, result in zip(group, self.overload(*part, **self.options) or (), strict=False):
-                out[i] = result
-        return None if self.target.in_place else out
-
-    def describe(self) -> str:
-        """Describe the call: the overload and the number of groups."""
-        count = 1 if self.groups is None else len(self.groups)
-        return f"foreach {self.overload} ({count} group{'s' if count > 1 else ''})"
+def _run(overload: OpOverload, operands: Args, options: Kwargs, groups: list[list[int]] | None) -> list[PyTree]:
+    """Run one foreach call, or one per group of elements; return the results in order, none of an in-place call."""
+    if groups is None:
+        return overload(*operands, **options) or []
+    out: dict[int, PyTree] = {}
+    for group in groups:
+        part = [[x[i] for i in group] if isinstance(x, list) else x for x in operands]
+        out.update(zip(group, overload(*part, **options) or (), strict=False))
+    return [out[i] for i in sorted(out)]
 
 
-def foreach_call(call: ListCall[ElementList]) -> ForeachCall | None:
+def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
     """Return the foreach form of a call; None if torch has none that computes the same."""
     target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
@@ -173,7 +156,11 @@ def foreach_call(call: ListCall[ElementList]) -> ForeachCall | None:
         for i, signature in enumerate(signatures):
             by_signature.setdefault(signature, []).append(i)
         groups = list(by_signature.values())
-    return ForeachCall(target, overload, operands, options, groups)
+    count = len(groups or [0])
+    return ListPlan(
+        lambda: f"foreach {overload} ({count} group{'s' if count > 1 else ''})",
+        functools.partial(_run, overload, operands, options, groups),
+    )
 
 
 def _bind(row: Row, call: ListCall[ElementList]) -> tuple[list[PyTree], Kwargs] | None:

@@ -72,6 +72,14 @@ def list_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, list_type
     return ListCall(func, args, kwargs, leaves, spec, positions)
 
 
+@dataclass(frozen=True)
+class ListPlan:
+    """A way to run a call: its description, and the function that runs it."""
+
+    describe: Callable[[], str]
+    run: Callable[[], PyTree]
+
+
 class PerElement(list[T]):
     """A list of what each element of a TensorList gives, such as its shape; refuses to pass for one tensor's.
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -34,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from subtensors.dispatch.lists.batched import batched_call
 from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.lists.foreach import foreach_call
-from subtensors.dispatch.lists.list_call import ListCall, PerElement, gather, list_call
+from subtensors.dispatch.lists.list_call import ListCall, ListPlan, PerElement, gather, list_call
 from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -48,14 +47,6 @@ from subtensors.lists.tensor_list import TensorList, of_flats
 from subtensors.lists.tree_structure import first_difference, leaf_name
 
 Call: TypeAlias = ListCall[TensorList]
-
-
-@dataclass(frozen=True)
-class ListPlan:
-    """A way to run a call: its description, and the function that runs it."""
-
-    describe: Callable[[], str]
-    run: Callable[[], PyTree]
 
 
 def run(call: Call) -> PyTree:
