@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from subtensors.arguments import shown
 from subtensors.dispatch.fused.torch_executor import joined_parts
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.hyperparameters import number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
@@ -50,7 +51,7 @@ class SteppedOptimizer(Protocol):
     _initializers: ClassVar[Mapping[str, Initializer]]
     _declaration: ClassVar[Declaration]
 
-    param_groups: list[dict[str, Any]]
+    param_groups: list[Group]
     state: States
     _arena: Arena | None
 
