@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.python_objects import flatten_result_objects, replaced_leaves
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import realized
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
@@ -156,10 +156,17 @@ def run_at_true_sizes(program: Callable[..., PyTree], args: Args, kwargs: Kwargs
         tensor([0.3333, 0.3333, 0.3333])
     """
     copies: list[tuple[PaddedTensor, Tensor, int]] = []
+    padded: list[PyTree] = []
 
     def unpadded(x: PyTree) -> PyTree:
-        plain = _unpad_if_known(x) if isinstance(x, PaddedTensor) else x
-        if not isinstance(x, PaddedTensor) or not isinstance(plain, Tensor) or plain is x:
+        if not isinstance(x, PaddedTensor):
+            return x
+        try:
+            plain = x.unpad()
+        except RuleError:
+            plain = []
+        if isinstance(plain, list):
+            padded.append(x)
             return x
         if _memory(plain) != _memory(x._dense):  # of flattened dims, which are no view of the storage
             copies.append((x, plain, plain._version))
@@ -170,17 +177,13 @@ def run_at_true_sizes(program: Callable[..., PyTree], args: Args, kwargs: Kwargs
     for x, plain, version in copies:
         if plain._version != version:
             write_unpadded(x, plain)
-    if not tree_has(PaddedTensor, (args, kwargs, result)):
+    if not padded and not any(isinstance(x, (PaddedTensor, PaddedSize)) for x in pytree.tree_leaves(result)):
         return result
-    leaves, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, args))))
-    return pytree.tree_unflatten(cut_and_copy_aliases(leaves, []), structure)
-
-
-def _unpad_if_known(x: PaddedTensor) -> Tensor | list[Tensor]:
+    leaves, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, padded))))
     try:
-        return x.unpad()
-    except RuleError:
-        return x
+        return pytree.tree_unflatten(cut_and_copy_aliases(leaves, []), structure)
+    except RuleError:  # in a capture, or of a batch whose rows are part of a flattened dim
+        return result
 
 
 def cut_and_copy_aliases(results: Iterable[PyTree], aliased: Iterable[object]) -> list[PyTree]:
@@ -204,7 +207,7 @@ def _copy_if_aliased(x: PyTree, addresses: Collection[int | None]) -> PyTree:
         return x.at(dict(zip(x.sizes.symbols, x.sizes.host(), strict=True)))
     if not isinstance(x, PaddedTensor):
         return x.clone() if isinstance(x, Tensor) and _memory(x) in addresses else x
-    return own_copy(_unpad_if_known(x))
+    return own_copy(x.unpad())
 
 
 def own_copy(part: Tensor | list[Tensor]) -> PyTree:

@@ -180,8 +180,7 @@ class TrainedBucket(Bucket):
                 if writes.any():
                     given.copy_(x.unpad())
             self.load(leaves, spec.sizes)
-        # A ragged result is a list of its rows.
-        roots = [x for x in tree_tensors(results) if x.requires_grad]
+        roots = [x for x in tree_tensors(results) if x.requires_grad]  # of a ragged result the rows
         self.is_differentiable = bool(roots)
         if not self.no_graph_reason and roots and steps.any():
             self.no_graph_reason = (
