@@ -13,38 +13,43 @@ watches: whatever makes a bucket compute something else shows where both run on 
 ```
 
 A call that draws random numbers can't be compared, since padded tensors draw others, nor can one whose writes can't be
-undone. `stats()` counts those with their reasons.
+undone. `stats()` counts those with their reasons. What a call can't show is compared in two runs aside, the program on
+padded and on unpadded arguments: without dropout, with other numbers for zeros, with rows of one length.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.call_cache import CachedCall
 from subtensors.bucketed.call_key import READ_IN_PLACE, callers_tensors
-from subtensors.bucketed.call_spec import padded_leaves
+from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.compare_runs import (
     NOISE_RUNS,
     Observed,
+    WithoutDropout,
+    filled,
     first_difference,
     full_float32,
+    is_zero,
     moved,
     observe,
+    uniform_batches,
     unit_in_the_last_place,
 )
-from subtensors.bucketed.outputs import cut_and_copy_aliases
+from subtensors.bucketed.outputs import plain_result
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_result_objects
+from subtensors.bucketed.python_objects import ObjectSnapshot
 from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import Snapshot, dense_of
 from subtensors.bucketed.statistics import summarize_error
@@ -55,9 +60,15 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.true_sizes import HostSize
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor
-from subtensors.padded.size_debug import PaddedSizeWarning, watch_sizes
+from subtensors.padded.size_debug import padded_size_lines
 
 Schedule: TypeAlias = "Literal['first', False] | int"
+
+DRAWS = "it draws random numbers"
+"""The reason why a call that does is not compared."""
+
+ASIDE_PRECISION = 1e-5
+"""The precision of runs aside, at least: rounding is not measured there."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,7 @@ class Checker:
         self.every = 0 if isinstance(schedule, (str, bool)) else schedule
         """One in so many calls is checked; 0 for none."""
         self._calls = 0
+        self._compared_aside: WeakSet[Bucket] = WeakSet()
         self._places: list[str] = []
         """The places of the arguments of the call that is checked."""
         self.checked = 0
@@ -184,6 +196,21 @@ class Checker:
             return fall_back(expected.not_checked, expected.error), self._report(sizes, expected.not_checked)
         if not expected.not_checked:
             bucket.agreed_sizes.add(spec.sizes)  # until they differ
+
+        def refuse(difference: str) -> tuple[PyTree, CheckReport]:
+            lines = padded_size_lines(lambda: _call_here(bucket, padded_leaves(leaves, spec, bucket.device)))
+            before.restore()
+            bucket.agreed_sizes.discard(spec.sizes)
+            if otherwise := bucket.decided_otherwise(spec):
+                self._compared_aside.discard(bucket)
+                call.reason = f"{otherwise}, and its results differ"
+                return fall_back(call.reason), CheckReport(sizes, difference, lines=lines)
+            bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
+            bucket.drop()
+            return fall_back(bucket.no_graph_reason), CheckReport(sizes, difference, lines=lines)
+
+        if difference := self._compare_aside(bucket, leaves, spec, expected.not_checked, before):
+            return refuse(difference)
         result = answer()
         ran_padded = bucket.statistics.calls > calls
         if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
@@ -198,15 +225,44 @@ class Checker:
             result = answer()
             bucket.statistics.hits -= not (is_replay or bucket.no_graph_reason)
             return result, CheckReport(sizes)
-        lines = padded_size_lines(lambda: _call_here(bucket, padded_leaves(leaves, spec, bucket.device)))
-        before.restore()
-        bucket.agreed_sizes.discard(spec.sizes)
-        if otherwise := bucket.decided_otherwise(spec):
-            call.reason = f"{otherwise}, and its results differ"
-            return fall_back(call.reason), CheckReport(sizes, difference, lines=lines)
-        bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
-        bucket.drop()
-        return fall_back(bucket.no_graph_reason), CheckReport(sizes, difference, lines=lines)
+        return refuse(difference)
+
+    def _compare_aside(
+        self, bucket: Bucket, leaves: Sequence[PyTree], spec: CallSpec, not_checked: str, before: Snapshot
+    ) -> str:
+        """Return the first difference that the call itself can't show, or "".
+
+        The program is run on padded and on unpadded arguments, once a bucket: without dropout, which draws other
+        numbers; with other numbers for tensors that are zero, which hide what they are multiplied with; with rows of
+        one length for a ragged batch, which stands for no plain tensor.
+        """
+        zeros = [t for t in self._state.tensors() if is_zero(t)]
+        given = uniform_batches(filled(x) if is_zero(x) and not isinstance(x, READ_IN_PLACE) else x for x in leaves)
+        is_same = not zeros and all(map(is_, given, leaves))
+        if (is_same and not_checked != DRAWS) or bucket in self._compared_aside or not before.can_restore():
+            return ""
+        self._compared_aside.add(bucket)
+        start, runs = self.snapshot(bucket, leaves, zeros), list[Observed]()
+        for is_padded in (False, True):
+            own = [_unpadded(x) for x in given]
+            if is_padded:
+                own = padded_leaves(given, spec, bucket.device, bucket.decisions)
+            try:
+                with torch.no_grad(), autograd.without_version_bumps(zeros):
+                    for t in filter(start.has_copy, zeros):
+                        t.copy_(filled(t))
+                with full_float32(), WithoutDropout():
+                    result = _call_here(bucket, own, bucket.call_program if is_padded else None)
+                    runs.append(self._observe(result, given, {}))
+                if start.has_drawn():
+                    return ""
+            except Exception:  # the call itself will say so
+                return ""
+            finally:
+                start.restore()
+        unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
+        found = first_difference(runs[1], runs[0], unit, lambda direction: None)
+        return found and f"{found}, in a run without dropout, with numbers for zeros and rows of one length"
 
     def _report(self, sizes: Mapping[str, int], reason: str) -> CheckReport:
         """Count a call that can't be compared, and report why."""
@@ -249,7 +305,7 @@ class Checker:
             except Exception as error:  # of a result whose gradients can't be taken
                 expected.not_checked = f"its results can't be compared: {summarize_error(error)}"
         if before.has_drawn():
-            expected.not_checked = expected.not_checked or "it draws random numbers"
+            expected.not_checked = expected.not_checked or DRAWS
         if before.can_restore():
             before.restore()
             expected.result = None
@@ -329,14 +385,11 @@ class Checker:
             before.restore()
 
 
-def _call_here(bucket: Bucket, leaves: Sequence[PyTree]) -> PyTree:
+def _call_here(bucket: Bucket, leaves: Sequence[PyTree], call: Call | None = None) -> PyTree:
     """Call the program; a backward of its own runs on this thread, as `Snapshot` needs it."""
     with torch.autograd.set_multithreading_enabled(False):
-        result = bucket.call(leaves)
-    if not any(isinstance(x, PaddedTensor) for x in leaves):
-        return result
-    results, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, leaves))))
-    return pytree.tree_unflatten(cut_and_copy_aliases(results, []), structure)
+        result = (call or bucket.call)(leaves)
+    return plain_result(result, [x for x in leaves if isinstance(x, PaddedTensor)])
 
 
 def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -353,16 +406,3 @@ def _unpadded(x: PyTree) -> PyTree:
     """Return the plain tensor that a PaddedTensor stands for; a ragged one, which stands for none, as other values."""
     plain = x.unpad() if isinstance(x, PaddedTensor) else x
     return x if isinstance(plain, list) and isinstance(x, PaddedTensor) else plain
-
-
-def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
-    """Run a program on PaddedTensors; return `file:line: message` for each line that computed with a padded size."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            with watch_sizes():
-                run()
-        except Exception:  # the lines until then are what there is to tell
-            pass
-    own = [w for w in caught if issubclass(w.category, PaddedSizeWarning)]
-    return tuple(dict.fromkeys(f"{w.filename}:{w.lineno}: {w.message}" for w in own))

@@ -8,18 +8,23 @@ as much as rounding makes them, and so does one without TF32, which a kernel for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.python_objects import flatten_result_objects
-from subtensors.dispatch.ops.tree import PyTree
-from subtensors.padded.padded_tensor import PaddedTensor
+from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.padded_value import PaddedValue
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.sizes.dim_factors import static
+from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 
 TOLERATED_UNITS = 16
 """The difference that is always tolerated, in units in the last place of the largest value."""
@@ -97,6 +102,55 @@ def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
     dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype.is_floating_point}
     dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+
+
+def is_zero(x: PyTree) -> bool:
+    """Return whether a dense tensor of floats has elements, and all are zero."""
+    if not isinstance(x, Tensor) or isinstance(x, (PaddedTensor, ReleasedTensor)) or not x.is_floating_point():
+        return False
+    is_read = x.layout is torch.strided and not x.is_meta and x.itemsize > 1
+    return is_read and x.numel() > 0 and not bool(x.detach().any())
+
+
+def filled(t: Tensor) -> Tensor:
+    """Return positive random numbers of a tensor's shape."""
+    return (_random_like(t, -1).abs() + 0.5).requires_grad_(t.requires_grad)
+
+
+def uniform_batches(leaves: Iterable[PyTree]) -> list[PyTree]:
+    """Return arguments with ragged batches replaced by batches of one length, for which there is a plain tensor."""
+    made: dict[int, TrueSizes] = {}
+    found = []
+    for x in leaves:
+        sizes = x._sizes if isinstance(x, PaddedTensor) else None
+        if isinstance(x, PaddedTensor) and sizes is not None and sizes.rows is not None:
+            longest = [n if isinstance(n, int) else max(n) for n in sizes.host()]
+            host = tuple(max(min(n, bucket - 1), 1) for n, bucket in zip(longest, sizes.buckets, strict=True))
+            values = torch.tensor(host, dtype=torch.int64, device=sizes.values.device)
+            own = made.setdefault(id(sizes), TrueSizes(sizes.symbols, sizes.buckets, values, host))
+            dims = [[static(f.bucket) if f.size == rows_symbol() else f for f in factors] for factors in x._dims]
+            x = make_padded(PaddedValue(x._dense.detach(), tuple(map(tuple, dims)), own))
+        found.append(x)
+    return found
+
+
+class WithoutDropout(TorchFunctionMode):
+    """A mode in which dropout, also that of attention, returns what it is given."""
+
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if name == "multi_head_attention_forward":  # which calls functions that the mode does not see
+            kwargs = kwargs | {"training": False}
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = kwargs | {"dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -177,6 +177,16 @@ def run_at_true_sizes(program: Callable[..., PyTree], args: Args, kwargs: Kwargs
     for x, plain, version in copies:
         if plain._version != version:
             write_unpadded(x, plain)
+    return plain_result(result, padded)
+
+
+def plain_result(result: PyTree, padded: Sequence[PyTree]) -> PyTree:
+    """Return a result with PaddedTensors cut to their valid part, and the true sizes in place of padded ones.
+
+    Args:
+        result: of a program.
+        padded: the PaddedTensors among its arguments.
+    """
     if not padded and not any(isinstance(x, (PaddedTensor, PaddedSize)) for x in pytree.tree_leaves(result)):
         return result
     leaves, structure = pytree.tree_flatten(flatten_result_objects(result, set(map(id, padded))))

@@ -253,10 +253,23 @@ def watch_sizes() -> Iterator[None]:
             active_modes.pop()
 
 
+def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
+    """Run a program on PaddedTensors; return `file:line: message` for each line that computed with a padded size."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with watch_sizes():
+                run()
+        except Exception:  # the lines until then are what there is to tell
+            pass
+    own = [w for w in caught if issubclass(w.category, PaddedSizeWarning)]
+    return tuple(dict.fromkeys(f"{w.filename}:{w.lineno}: {w.message}" for w in own))
+
+
 def shape_of(x: PaddedTensor) -> torch.Size:
     """The bucket shape; see `PaddedSize`."""
     known = x._known_shape
-    if known is not None and known[0] is x._dims and known[1] is x._sizes:
+    if known is not None and known[0] is x._dims and known[1] is x._sizes and not active_modes:
         return known[2]
     shape, sizes = x._dense.shape, x._sizes
     padded = _padded_sizes(x._dims) if sizes is not None else ()

@@ -50,6 +50,13 @@ def test_a_size_that_becomes_a_plain_number_warns_with_its_line(name: str) -> No
     assert "the bucket of " in str(caught[0].message)
 
 
+def test_a_size_that_was_read_before_the_mode_warns_in_it() -> None:
+    x = st.pad(torch.ones(2, 5), {1: SEQ})
+    assert x.shape == (2, 8)
+    with pytest.warns(st.PaddedSizeWarning), st.watch_size_arithmetic():
+        _ = 1 / x.shape[1]
+
+
 def test_sizes_that_are_understood_do_not_warn() -> None:
     x = st.pad(torch.ones(2, 5), {1: SEQ})
     with warnings.catch_warnings(), st.watch_size_arithmetic():

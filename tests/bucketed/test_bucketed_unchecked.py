@@ -1,0 +1,121 @@
+"""What a checked call can't show is compared aside: dropout draws, zeros hide, a ragged batch is no plain tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import subtensors as st
+
+SEQ = st.Dim("n", max=64, buckets=[8, 16])
+DIMS = {"x": {1: SEQ}}
+
+
+def rows(n: int, device: str) -> Tensor:
+    return torch.randn(2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device)
+
+
+def mean_over_the_bucket(x: Tensor) -> Tensor:
+    return x.sum(1) * (1 / x.shape[1])
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_program_with_dropout_that_computes_with_the_buckets_size_runs_at_its_true_sizes(
+    training: bool, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True, dtype=torch.float64, device=device)
+
+    def program(x: Tensor) -> Tensor:
+        return F.dropout(net(x, x, x)[0].sum(1) * (1 / x.shape[1]), 0.5)
+
+    run = st.bucketed(program, DIMS)
+    with torch.set_grad_enabled(training):
+        for n in (5, 6, 13, 5):
+            torch.manual_seed(n)
+            found, drawn = run(rows(n, device)), torch.rand(3, device=device)
+            torch.manual_seed(n)
+            torch.testing.assert_close((found, drawn), (program(rows(n, device)), torch.rand(3, device=device)))
+    assert f"{__file__}:{program.__code__.co_firstlineno + 1}: Python arithmetic with 8" in caplog.text
+    assert sum(run.stats().fallbacks.values()) == 4
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_program_with_dropout_that_is_right_keeps_its_buckets(
+    training: bool, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.BatchNorm1d(4, dtype=torch.float64).to(device) for _ in range(2))
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=torch.float64, device=device)
+    runs = [
+        st.bucketed(lambda x, norm=norm: layer(norm(x.transpose(1, 2)).transpose(1, 2)).mean(1), DIMS, check=check)
+        for norm, check in ((ours, "first"), (theirs, False))
+    ]
+    with torch.set_grad_enabled(training):
+        for n in (5, 6, 5):
+            found = []
+            for run in runs:
+                torch.manual_seed(n)
+                found.append((run(rows(n, device)), torch.rand(3, device=device)))
+            torch.testing.assert_close(*found)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    assert runs[0].stats().not_checked == {"it draws random numbers": 2}
+    assert not runs[0].stats().fallbacks
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(
+    ("program", "is_right"), [(mean_over_the_bucket, False), (lambda x: x.mean(1) / x.shape[0], True)]
+)
+def test_a_ragged_batch_of_a_program_that_computes_with_the_buckets_size_has_no_graph(
+    program: Callable[[Tensor], Tensor], is_right: bool, device: str
+) -> None:
+    x = st.pad([rows(n, device)[0] for n in (2, 5)], {0: SEQ})
+    run = st.bucketed(program, DIMS)
+    for _ in range(3):
+        assert run(x).shape == (2, 4)
+    assert any("differ from the program's: result differs by" in reason for reason in run.stats().fallbacks) != is_right
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("hides", ["argument", "gate", "buffer"])
+def test_zeros_hide_no_size_of_the_bucket_from_a_check(hides: str, device: str) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            gate = torch.zeros(4) if hides != "argument" else torch.ones(4)
+            if hides == "buffer":
+                self.register_buffer("gate", gate)
+            else:
+                self.gate = nn.Parameter(gate)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.amax(1) + self.gate * x.sum(1) * (1 / x.shape[1])
+
+    net = Gated().to(device, torch.float64)
+    run = st.bucketed(net, DIMS)
+    with torch.no_grad():
+        for n in (5, 6, 5):
+            x = rows(n, device) * (hides != "argument")
+            torch.testing.assert_close(run(x), net(x))
+        net.gate.fill_(2)
+        for n in (5, 7):
+            torch.testing.assert_close(run(rows(n, device)), net(rows(n, device)))
+
+
+def test_zeros_of_a_program_that_is_right_cost_no_bucket(device: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(device)
+    nn.init.zeros_(net[0].bias)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    run = st.bucketed(lambda x: net(x).softmax(1).mean(1), DIMS)
+    for n in (5, 6, 5):
+        run(torch.zeros(2, n, 4, device=device)).sum().backward()
+    assert (run.stats().checked, run.stats().hits) == (2, 2)
+    assert not run.stats().fallbacks
+    torch.testing.assert_close(dict(net.state_dict()), before, rtol=0, atol=0)
