@@ -242,7 +242,8 @@ class Checker:
         if (is_same and not_checked != DRAWS) or bucket in self._compared_aside or not before.can_restore():
             return ""
         self._compared_aside.add(bucket)
-        start, runs = self.snapshot(bucket, leaves, zeros), list[Observed]()
+        own_tensors = [dense_of(x) for x in given if isinstance(x, Tensor)]
+        start, runs = self.snapshot(bucket, leaves, [*zeros, *own_tensors]), list[Observed]()
         for is_padded in (False, True):
             own = [_unpadded(x) for x in given]
             if is_padded:
