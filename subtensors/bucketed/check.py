@@ -20,7 +20,7 @@ padded and on unpadded arguments: without dropout, with other numbers for zeros,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -245,9 +245,7 @@ class Checker:
         own_tensors = [dense_of(x) for x in given if isinstance(x, Tensor)]
         start, runs = self.snapshot(bucket, leaves, [*zeros, *own_tensors]), list[Observed]()
         for is_padded in (False, True):
-            own = [_unpadded(x) for x in given]
-            if is_padded:
-                own = padded_leaves(given, spec, bucket.device, bucket.decisions)
+            own = padded_leaves(given, spec, bucket.device, bucket.decisions) if is_padded else [*map(_unpadded, given)]
             try:
                 with torch.no_grad(), autograd.without_version_bumps(zeros):
                     for t in filter(start.has_copy, zeros):
@@ -319,7 +317,8 @@ class Checker:
 
     def _named(self) -> dict[str, Tensor]:
         """Return the tensors of the program's state by name."""
-        names = {id(t): name for root in self._state.guard.roots for name, t in _named_tensors(root)}
+        roots = self._state.guard.roots
+        names = {id(t): name for root in roots for name, t in (*root.named_parameters(), *root.named_buffers())}
         own = {
             names.get(id(t), f"tensor {i} of the program"): t for i, t in enumerate(self._state.guard.distinct_tensors)
         }
@@ -373,7 +372,9 @@ class Checker:
         before = self.snapshot(bucket, leaves, parameters)
         start.restore()
         try:
-            given = [x if isinstance(x, READ_IN_PLACE) else _moved_leaf(x, unit, direction) for x in leaves]
+            given = [_unpadded(x) for x in leaves]
+            is_moved = [isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE) for x in given]
+            given = [moved(x, unit, direction) if m else x for x, m in zip(given, is_moved, strict=True)]
             with torch.no_grad(), autograd.without_version_bumps(parameters):
                 for t in parameters:
                     if before.has_copy(t):
@@ -391,16 +392,6 @@ def _call_here(bucket: Bucket, leaves: Sequence[PyTree], call: Call | None = Non
     with torch.autograd.set_multithreading_enabled(False):
         result = (call or bucket.call)(leaves)
     return plain_result(result, [x for x in leaves if isinstance(x, PaddedTensor)])
-
-
-def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from root.named_parameters()
-    yield from root.named_buffers()
-
-
-def _moved_leaf(x: PyTree, unit: float, direction: int) -> PyTree:
-    plain = _unpadded(x)
-    return moved(plain, unit, direction) if isinstance(plain, Tensor) else plain
 
 
 def _unpadded(x: PyTree) -> PyTree:
