@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from numbers import Real
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ COMMON: dict[str, Range] = {
 
 COUNTERPARTS: dict[type[torch.optim.Optimizer], Callable[..., Any]] = {}
 """The classes here that torch.optim has, too, by torch's."""
+
+OPTIONS: set[str] = set()
+"""The names of the hyperparameters of all classes, and of the arguments of torch's."""
 
 Values = dict[str, Any]
 """Hyperparameters by name."""
@@ -67,6 +70,7 @@ class Accepted:
     def __set_name__(self, owner: type, name: str) -> None:
         if self.peer is not None:
             COUNTERPARTS[self.peer] = owner
+            OPTIONS.update(inspect.signature(cast(Callable[..., object], self.peer)).parameters)
 
     def complete(self, values: Values) -> Values:
         """Return these values, and torch's defaults for those that are missing."""
@@ -77,6 +81,13 @@ class Accepted:
         make: Callable[..., torch.optim.Optimizer] = self.peer
         known = inspect.signature(make).parameters
         return values | make([torch.empty(0, 0)], **{name: x for name, x in values.items() if name in known}).defaults
+
+
+def filled_options(peer: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """The options that torch's class fills in where it loads a group without them: those that it once had not."""
+    group: Values = {"params": []}
+    peer.__new__(peer).__setstate__({"state": {}, "param_groups": [group], "defaults": {}})
+    return frozenset(group) - {"params"}
 
 
 def hyperparameters(arguments: Values) -> Values:

@@ -22,7 +22,7 @@ from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.hyperparameters import number_counts
+from subtensors.optim.hyperparameters import OPTIONS, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
@@ -94,6 +94,7 @@ class Declaration:
         """The state entries that `update` takes, in its order."""
         ENTRIES.update(self.entries)
         self.hyperparameters = tuple(s.name for s in hyperparameters)
+        OPTIONS.update(self.hyperparameters)
         self.number_counts = number_counts(cls, function)
         """The hyperparameters that are numbers, and of how many each is."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)

@@ -24,9 +24,9 @@ from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
 from subtensors.optim.captured_step import CapturableOptimizer
-from subtensors.optim.hyperparameters import check_types
+from subtensors.optim.hyperparameters import OPTIONS, Accepted, check_types, filled_options
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
-from subtensors.optim.options import ParamGroup, complete_group
+from subtensors.optim.options import DEFAULTS, ParamGroup, complete_group
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, needed_entries
 from subtensors.optim.step import accumulates
 from subtensors.optim.traced_update import is_narrow
@@ -41,6 +41,7 @@ class SavedOptimizer(CapturableOptimizer, Protocol):
 
     defaults: Group
     host_entries: ClassVar[Collection[str]]
+    _accepted: ClassVar[Accepted | None]
     _capture: Capture | None
     _is_provisional: bool
 
@@ -135,6 +136,7 @@ def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
     for value in state.values():
         if isinstance(value, Mapping):
             _check_names(set(value), set(declaration.entries), foreign)
+    _check_options(saved, optimizer)
     needed = any(needed_entries(optimizer, group) for group in optimizer.param_groups)
     if needed and state and all(type(key) is str and value == {} for key, value in state.items()):
         raise RuntimeError(
@@ -202,6 +204,28 @@ def _check_names(saved: set[str], declared: set[str], foreign: set[str]) -> None
     names = saved - _SHARED
     if names and declared - {"step"} and (not names & declared or names & foreign):
         raise KeyError(f"the state of another optimizer: it has {sorted(names)}, and {sorted(declared)} are expected")
+
+
+def _check_options(saved: SavedState, optimizer: SavedOptimizer) -> None:
+    """Raise KeyError if the groups to load have an option of another class alone, or lack one of this class.
+
+    Options that torch's class fills in are missing where an older torch saved. It has filled in some of every class
+    since before it kept step counts in tensors; so a group that lacks all, beside such a count, is not torch's.
+    """
+    accepted = optimizer._accepted
+    late = filled_options(accepted.peer) if accepted is not None and accepted.peer is not None else frozenset()
+    own = {*DEFAULTS, *optimizer.defaults, *optimizer._declaration.hyperparameters}.union(*optimizer.param_groups)
+    states = [state for state in saved["state"].values() if isinstance(state, Mapping)]
+    may_lack_all = states and not any(isinstance(state.get("step"), Tensor) for state in states)
+    for group in saved["param_groups"]:
+        foreign, missing = set(group) & OPTIONS - own, set(optimizer._declaration.required) - late - set(group)
+        if not may_lack_all and not late & set(group):
+            missing |= late
+        if foreign or missing:
+            raise KeyError(
+                f"the state of another optimizer: it has the options {sorted(set(group) - {'params'})}, "
+                f"{sorted(foreign)} of them unknown here, and lacks {sorted(missing)}"
+            )
 
 
 def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: StateFactory) -> object:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn import Parameter
 
 import subtensors as st
+from subtensors.optim.hyperparameters import COUNTERPARTS
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -389,3 +390,55 @@ def test_a_state_that_shares_some_entries_is_refused_too(saved: str, into: str, 
     assert second.param_groups[0]["lr"] == lr
     nets[1](torch.ones(2, 3)).sum().backward()
     second.step()
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        ("SGD", "AdamW"),
+        ("AdamW", "SGD"),
+        ("Adam", "LAMB"),
+        ("LAMB", "Adam"),
+        ("Adam", "RAdam"),
+        ("Lion", "LAMB"),
+        ("SGD", "SignSGD"),
+        ("SignSGD", "SGD"),
+        ("LAMB", "RAdam"),
+    ],
+)
+@pytest.mark.parametrize("has_state", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("package", ["st.optim", "torch.optim"])
+def test_a_state_whose_options_are_another_class_s_is_refused(
+    package: str, has_state: bool, saved: str, into: str
+) -> None:
+    p, q = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 2))
+    classes = st.optim if package == "st.optim" or not hasattr(torch.optim, saved) else torch.optim
+    other, optimizer = getattr(classes, saved)([p], lr=0.5), getattr(st.optim, into)([q], lr=1e-3)
+    if has_state:
+        p.grad = torch.ones_like(p)
+        other.step()
+    with pytest.raises(KeyError, match="the state of another optimizer: it has"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", sorted(peer.__name__ for peer in COUNTERPARTS))
+def test_a_state_from_before_torch_had_some_options_is_loaded(name: str) -> None:
+    peer, p = getattr(torch.optim, name), Parameter(torch.ones(2, 2))
+    arguments = {**WITH_STATE[name], "lr": 0.5}
+    theirs, ours = peer([p], **arguments), getattr(st.optim, name)([p], lr=0.25)
+    p.grad = torch.ones_like(p)
+    theirs.step()
+    saved = theirs.state_dict()
+    filled: dict[str, object] = {"params": []}  # torch's class gives these to a group that lacks them
+    peer.__new__(peer).__setstate__({"state": {}, "param_groups": [filled], "defaults": {}})
+    for option in set(filled) - {"params"}:
+        del saved["param_groups"][0][option]
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = int(state["step"])  # as torch kept it then
+    saved["param_groups"][0] |= {"initial_lr": 0.5, "name": "hidden"}
+    ours.load_state_dict(saved)
+    assert ours.param_groups[0]["lr"] == 0.5
+    ours.step()
