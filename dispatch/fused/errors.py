@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NoReturn
 
 import torch
@@ -46,6 +48,25 @@ def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line of the user's own source, as `file:line: text`."""
     own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
+
+
+def name_and_line(name: str, codes: Sequence[CodeType]) -> str:
+    """The name of a value, and the first line of these codes that reads it."""
+    last = name.partition("[")[0].rpartition(".")[2]
+    for code in codes:
+        line = next((line for line, used in _lines_with_names(code) if used == last), 0)
+        if line:
+            return f"{name}\n  at {code.co_filename}:{line}: {linecache.getline(code.co_filename, line).strip()}"
+    return name
+
+
+def _lines_with_names(code: CodeType) -> Iterator[tuple[int, object]]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_") and instruction.positions and instruction.positions.lineno:
+            yield instruction.positions.lineno, instruction.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _lines_with_names(inner)
 
 
 def name_of(function: Callable[..., object]) -> str:

@@ -6,8 +6,9 @@ found there. `ReadValues` is a snapshot of all of them that the code names, of t
     function --code--> names of globals and attributes, closure cells, defaults
         '--> values --> functions: their code     objects, classes: their named attributes     containers: their items
 
-It may hold more than a call reads, never less, except for what a library computes (`docs/fused.md`). A function that
-names nothing of its own has no reader, and costs nothing.
+It may hold more than a call reads, never less, except for what a library computes (`docs/fused.md`): code that reads
+what nothing names, such as `globals()[name]` or an iterator, is refused. A function that names nothing of its own has
+no reader, and costs nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ from __future__ import annotations
 import argparse
 import dis
 import functools
-import linecache
+import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
+from importlib.util import resolve_name
 from inspect import getattr_static
 from numbers import Number
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from subtensors.dispatch.fused.errors import name_and_line
 from subtensors.dispatch.ops.errors import RuleError
 
 Read = Callable[[], Sequence[object]]
@@ -40,6 +45,9 @@ MAX_ITEMS = 1000
 
 _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, type(Ellipsis), slice)
 _CONTAINERS = (list, dict, set, frozenset, deque, tuple)
+_BY_NAME = frozenset({"globals", "locals", "eval", "exec", "__import__", "getattr"})
+"""Functions of Python that read what a name says; of `getattr`, names in the code are known."""
+_TOO_MANY = ", whose contents ({}) are too many to compare at each call"
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, functools.cached_property)
 _PACKAGES = frozenset({"builtins", "torch", "numpy", "triton", "sympy", "optree", "subtensors"})
@@ -100,13 +108,7 @@ class ReadValues:
 
     def describe(self, name: str) -> str:
         """The name of a value, and the line of the source that reads it."""
-        name = name.rstrip("'")
-        last = name.partition("[")[0].rpartition(".")[2]
-        for code in self._codes:
-            line = next((line for line, used in _lines_with_names(code) if used == last), 0)
-            if line:
-                return f"{name}\n  at {code.co_filename}:{line}: {linecache.getline(code.co_filename, line).strip()}"
-        return name
+        return name_and_line(name.rstrip("'"), self._codes)
 
 
 class _Plain(tuple[object, ...]):
@@ -184,12 +186,13 @@ class _Walk:
     def _watch_items(self, items: Mapping[str, object], found: Sequence[str], prefix: str, *, length: bool) -> None:
         """Watch some items of a mapping; with their number, so that new ones are noticed."""
         get: Callable[..., tuple[object, ...]] = itemgetter(*found, found[0]) if found else lambda _: ()
-        if length:
-            self._watch(lambda: (*get(items), len(items)), [prefix + name for name in found])
-        elif found:
-            self._watch(functools.partial(get, items), [prefix + name for name in found])
+        if length or found:
+            read = (lambda: (*get(items), len(items))) if length else functools.partial(get, items)
+            self._watch(read, [prefix + name for name in found])
 
     def _visit(self, name: str, value: object, is_root: bool = False) -> None:
+        if isinstance(value, str):
+            self.names |= _words_in(value)  # it may be the name in a `getattr`
         if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -205,6 +208,8 @@ class _Walk:
             case property() | classmethod() | staticmethod() | functools.cached_property():
                 self._visit(name, function_of(value))
             case types.ModuleType():
+                if value is os and self.names & {"environ", "getenv"}:
+                    self._found(f"{name}.environ", os.environ)
                 if not is_library(value.__name__):
                     found = [n for n in vars(value) if n in self.names and not n.startswith("__")]
                     self._watch_items(vars(value), found, f"{name}.", length=False)
@@ -212,9 +217,19 @@ class _Walk:
                 self._visit_class(name, value)
             case list() | dict() | set() | frozenset() | deque() | tuple():
                 self._visit_container(name, value)
+            case Mapping() if is_library(type(value).__module__):
+                self._visit_container(name, value)
+            case Iterator() if is_library(type(value).__module__) and type(value) not in weakref.ProxyTypes:
+                self._refuse(f"reads {name}, an iterator, which has other values at each call", name)
+            case ContextVar():
+                self._watch(lambda: [value.get(None)], [f"{name}.get()"])
+            case weakref.ReferenceType():
+                self._watch(lambda: [value()], [f"{name}()"])
+            case attrgetter() | methodcaller():
+                self.names |= _words_in(value.__reduce__()[1])
             case _ if hasattr(value, "tobytes"):
                 if len(value.tobytes()) > 8 * MAX_ITEMS:
-                    self._refuse_size(name, "an array")
+                    self._refuse(f"reads {name}{_TOO_MANY.format('an array')}", name)
                 self._watch(lambda: [value.tobytes()], [f"the contents of {name}"])
             case _ if hasattr(value, "__wrapped__"):
                 self._visit(name, value.__wrapped__, is_root)
@@ -229,6 +244,11 @@ class _Walk:
             return
         self.codes.append(code)
         self.names |= names_in(code)
+        for unknown in sorted(_read_by_name(code) - function.__globals__.keys()):
+            self._refuse(f"calls {unknown}, by which it may read any value", unknown)
+        if imported := _imports(code, function.__globals__.get("__package__")):
+            # A module that is not imported yet is watched for: the first trace may import it.
+            self._watch(lambda: [sys.modules.get(n, object) for n in imported], imported)
         filled = [(cell, free) for cell, free in zip(cells, code.co_freevars, strict=True) if is_filled(cell)]
         if filled:
             self._watch(lambda: [cell.cell_contents for cell, _ in filled], [free for _, free in filled])
@@ -244,26 +264,26 @@ class _Walk:
 
     def _visit_container(self, name: str, value: Collection[object]) -> None:
         if len(value) > MAX_ITEMS:
-            self._refuse_size(name, f"{len(value)} items")
-        if isinstance(value, dict):
+            self._refuse(f"reads {name}{_TOO_MANY.format(f'{len(value)} items')}", name)
+        if isinstance(value, Mapping):
             names = [f"a key of {name}"] * len(value) + [f"{name}[{key!r}]" for key in value]
             self._watch(lambda: [*value, *value.values()], names)
             return
         names = [f"{name}[{i}]" for i in range(len(value))]
-        if isinstance(value, (tuple, frozenset)):
-            for part, item in zip(names, value, strict=True):
-                self._found(part, item)
-        else:
+        if not isinstance(value, (tuple, frozenset)):
             self._watch(functools.partial(tuple, value), names)
+            return
+        for part, item in zip(names, value, strict=True):
+            self._found(part, item)
 
-    @staticmethod
-    def _refuse_size(name: str, contents: str) -> NoReturn:
+    def _refuse(self, what: str, name: str) -> NoReturn:
+        place = name_and_line(name, self.codes).removeprefix(name)
         raise RuleError(
-            f"this math cannot be fused: it reads {name}, whose contents ({contents}) are too many to compare at each "
-            "call\n  instead: pass what it needs of them as arguments"
+            f"this math cannot be fused: it {what}{place}\n  instead: pass what it needs of them as arguments"
         )
 
     def _visit_class(self, name: str, kind: type) -> None:
+        self._visit(f"{name}.__class__", type(kind))  # which may have properties
         for owner in kind.__mro__:
             if is_library(owner.__module__):
                 continue
@@ -271,7 +291,7 @@ class _Walk:
             self._watch_items(vars(owner), list(own), f"{owner.__name__}.", length=True)
 
     def _visit_object(self, name: str, value: object, is_root: bool) -> None:
-        kind = type(value)
+        kind = value.__class__ if type(value) in weakref.ProxyTypes else type(value)
         if is_root:
             self.names |= {"__call__", "forward"}
         if isinstance(value, nn.Module):
@@ -316,22 +336,56 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names in a function's code and in the functions that it defines, and strings that `getattr` may take."""
-    words = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-    return frozenset(code.co_names).union(words, *map(names_in, _inner(code)))
+    return frozenset(code.co_names).union(_words_in(code.co_consts), *map(names_in, _inner(code)))
+
+
+def _words_in(values: object) -> set[str]:
+    """The names that strings in nested tuples have: `rate`, and both of `inner.rate`."""
+    if isinstance(values, tuple):
+        return set().union(*map(_words_in, values))
+    words = values.split(".") if isinstance(values, str) else [""]
+    return set(words) if all(word.isidentifier() for word in words) else set()
+
+
+@functools.cache
+def _imports(code: types.CodeType, package: str | None) -> tuple[str, ...]:
+    """The modules that a function's code may import, and those that these may be the packages of."""
+    found: list[str] = []
+    steps = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+    for level, taken, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME":
+            name = resolve_name("." * level.argval + step.argval, package)
+            found += [name, *(f"{name}.{part}" for part in taken.argval or ())]
+    found += [name for inner in _inner(code) for name in _imports(inner, package)]
+    return tuple(name for name in dict.fromkeys(found) if name == "os" or not is_library(name))
+
+
+@functools.cache
+def _read_by_name(code: types.CodeType) -> frozenset[str]:
+    """The functions of `_BY_NAME` that a function's code uses, except for `getattr` with names that are known."""
+    if "site-packages" in Path(code.co_filename).parts:
+        return frozenset()  # another package's, and the user's code names the attributes of its objects
+    used = [x for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL" and x.argval in _BY_NAME]
+    computed = [x.argval for x in used if x.argval != "getattr" or not _names_its_attribute(code, x)]
+    return frozenset(computed).union(*map(_read_by_name, _inner(code)))
+
+
+def _names_its_attribute(code: types.CodeType, getter: dis.Instruction) -> bool:
+    """Return whether a use of `getattr` is a call with a literal, or with a variable from outside the function."""
+    if code.co_name in ("__getattr__", "__getattribute__"):
+        return True  # which Python calls with a name in the code
+    steps = [x for x in dis.get_instructions(code) if x.opname not in ("PRECALL", "CACHE", "EXTENDED_ARG")]
+    for i, call in enumerate(steps):
+        if call.opname == "CALL" and call.positions and (call.positions[::2] == (getter.positions or ())[::2]):
+            name = steps[i - (call.arg or 0) + 1]
+            return name.opname in ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_ATTR") or name.argval in code.co_freevars
+    return False
 
 
 @functools.cache
 def _globals_read(code: types.CodeType) -> frozenset[str]:
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return frozenset(own).union(*map(_globals_read, _inner(code)))
-
-
-def _lines_with_names(code: types.CodeType) -> Iterator[tuple[int, object]]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("LOAD_") and instruction.positions and instruction.positions.lineno:
-            yield instruction.positions.lineno, instruction.argval
-    for inner in _inner(code):
-        yield from _lines_with_names(inner)
 
 
 @functools.cache
