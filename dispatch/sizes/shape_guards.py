@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 
 import sympy
 import torch
@@ -99,6 +99,8 @@ def _symbolic_path(
     found = [guard.xreplace(names) for guard in symbolic.guards]
     conditions = tuple(c for c in dict.fromkeys(found) if c != sympy.true)
     calls = tuple(call.renamed(names) for call in recorded)
+    if not _is_in_message(symbolic.texts, error):
+        return None  # the program may branch on the text, which is that of a symbol here
     if error is None:
         waits = "the program's checks depend on values" if symbolic.waits_for_values else None
         return ProgramPath(conditions, waits, waits is None, calls)
@@ -143,16 +145,23 @@ def error_message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def _is_in_message(texts: Sequence[tuple[CodeType, int]], error: Exception | None) -> bool:
+    """Return whether all lines that took the text of a size are of statements that raised an error."""
+    raised = {step.tb_frame.f_code: step.tb_lineno for step in _steps(error)}
+    return all(line >= raised.get(code, line + 1) for code, line in texts)
+
+
+def _steps(error: Exception | None) -> Iterator[TracebackType]:
+    step = None if error is None else error.__traceback__
+    while step is not None:
+        yield step
+        step = step.tb_next
+
+
 def _places(error: Exception) -> list[tuple[CodeType, int]]:
     """Return where in the program an error was raised: its frames up to torch's own, each with an instruction."""
-    frames = []
-    step = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        if not code.co_filename.startswith(_TORCH) or code.co_filename.startswith(_TORCH_NN):
-            frames.append((code, step.tb_lasti))
-        step = step.tb_next
-    return frames
+    places = [(step.tb_frame.f_code, step.tb_lasti) for step in _steps(error)]
+    return [p for p in places if not p[0].co_filename.startswith(_TORCH) or p[0].co_filename.startswith(_TORCH_NN)]
 
 
 def _is_raised_by_arithmetic(error: Exception) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from unittest import mock
 
 import sympy
 import torch
@@ -81,6 +84,8 @@ class SymbolicSizes(ConcreteSizes):
         self._mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self.symbols: dict[sympy.Symbol, str] = {}
         """The names of the sizes, by their symbols in `guards`."""
+        self.texts: list[tuple[CodeType, int]] = []
+        """The lines of the program that took a size as text, which records no condition."""
         for name, size in sizes.items():
             source = ConstantSource(name)
             symbol = self._env.create_symbol(
@@ -88,6 +93,25 @@ class SymbolicSizes(ConcreteSizes):
             )
             self.symbols[symbol] = name
             self.numbers[name] = self._env.create_symintnode(symbol, hint=size, source=source)
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """Make every tensor one without values, and note where the text of a size is taken."""
+        with contextlib.ExitStack() as stack:
+            for name in ("__str__", "__repr__"):
+                stack.enter_context(mock.patch.object(torch.SymInt, name, self._noted(getattr(torch.SymInt, name))))
+            stack.enter_context(super().mode())
+            yield
+
+    def _noted(self, text: Callable[[torch.SymInt], str]) -> Callable[[torch.SymInt], str]:
+        def text_of(number: torch.SymInt) -> str:
+            frame = sys._getframe(1)
+            module = str(frame.f_globals.get("__name__"))
+            if module != __name__ and module.partition(".")[0] not in ("torch", "sympy"):
+                self.texts.append((frame.f_code, frame.f_lineno))
+            return text(number)
+
+        return text_of
 
     @property
     def guards(self) -> list[sympy.Basic]:

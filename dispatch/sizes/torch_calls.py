@@ -29,7 +29,13 @@ class _TensorLike:
     """The place of a tensor in a call."""
 
     shape: tuple[sympy.Basic, ...]
+    strides: tuple[sympy.Basic, ...]
     dtype: torch.dtype
+
+    def in_symbols(self, names: Mapping[sympy.Symbol, sympy.Basic]) -> _TensorLike:
+        """Return it in other symbols."""
+        shape, strides = (tuple(n.xreplace(names) for n in each) for each in (self.shape, self.strides))
+        return _TensorLike(shape, strides, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class TorchCall:
 
         def rename(x: PyTree) -> PyTree:
             if isinstance(x, _TensorLike):
-                return _TensorLike(tuple(n.xreplace(names) for n in x.shape), x.dtype)
+                return x.in_symbols(names)
             return _Number(x.value.xreplace(names)) if isinstance(x, _Number) else x
 
         results = self.results and tuple(tuple(n.xreplace(names) for n in shape) for shape in self.results)
@@ -164,7 +170,8 @@ class RecordedCalls(TorchFunctionMode):
 
     def _place(self, x: PyTree) -> PyTree:
         if isinstance(x, Tensor):
-            return _TensorLike(self._shape(x), x.dtype)
+            strides = x.stride() if x.layout is torch.strided else ()
+            return _TensorLike(self._shape(x), tuple(map(self._expression, strides)), x.dtype)
         return _Number(self._expression(x)) if isinstance(x, torch.SymInt | torch.SymFloat) else x
 
     def _shape(self, x: Tensor) -> tuple[sympy.Basic, ...]:
@@ -178,7 +185,11 @@ _MOVES = frozenset("to cuda cpu xpu mps type pin_memory".split())
 def _real(x: PyTree) -> PyTree:
     """Return a tensor of zeros, or a plain number, in its place."""
     if isinstance(x, _TensorLike):
-        return torch.zeros([int(n) for n in x.shape], dtype=x.dtype)
+        sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.strides]
+        if len(strides) != len(sizes):
+            return torch.zeros(sizes, dtype=x.dtype)
+        extent = 0 if 0 in sizes else 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        return torch.zeros(extent, dtype=x.dtype).as_strided(sizes, strides)
     if isinstance(x, _Number):
         return int(x.value) if x.value.is_Integer else float(x.value)
     return torch.device("cpu") if isinstance(x, torch.device) else x

@@ -78,6 +78,60 @@ def test_a_size_is_accepted_where_the_program_runs(name: str) -> None:
     check_one(program, *shape)
 
 
+def cached(x: Tensor, known: dict[str, int] = {"5": 3, "6": 4}) -> Tensor:  # noqa: B006
+    return x.view(known.get(str(x.shape[0]), 2), -1)
+
+
+def refused_by_text(x: Tensor) -> Tensor:
+    if f"{x.shape[0]}".endswith("5"):
+        raise ValueError("it ends in 5")
+    return x
+
+
+def refused_with_text(x: Tensor) -> Tensor:
+    if x.shape[0] % 3:
+        raise ValueError(
+            f"{x.shape[0]} is no multiple of 3",
+        )
+    return x
+
+
+OF_STRIDES: dict[str, tuple[Callable[[Tensor], Any], tuple[int | st.Dim, ...]]] = {
+    "a view of a transposed tensor": (lambda x: x.t().view(-1), (2, N)),
+    "a view of columns": (lambda x: x[:, 1:].view(-1), (2, N)),
+    "a view of a half": (lambda x: x[..., : x.shape[-1] // 2].view(-1), (2, 1, 3, N)),
+    "a view of every other row": (lambda x: x[::2].view(-1), (N, 2)),
+    "a view of an expanded row": (lambda x: x.expand(3, -1).view(-1), (N,)),
+    "a view of a diagonal": (lambda x: x.view(4, -1).diagonal().view(2, -1), (N,)),
+    "a view of a real part": (lambda x: torch.view_as_complex(x.t().contiguous()).real.view(-1), (2, N)),
+}
+
+
+@pytest.mark.parametrize("name", OF_STRIDES)
+def test_a_view_is_accepted_where_strides_allow_it(name: str) -> None:
+    program, shape = OF_STRIDES[name]
+    sizes, place = [26 if n is N else n for n in shape], shape.index(N)
+    found = st.infer_sizes(program, [torch.zeros(sizes)], [{place: N}])
+    tried = {n: torch.zeros([*sizes[:place], n, *sizes[place + 1 :]]) for n in range(27)}
+    assert {n for n in tried if n in found} == {n for n, x in tried.items() if runs(program, x)}
+    assert found.is_complete
+
+
+@pytest.mark.parametrize("program", [cached, refused_by_text], ids=["str", "format"])
+def test_the_text_of_a_size_is_read_as_that_of_the_number(program: Callable[[Tensor], Tensor]) -> None:
+    check_one(program, N)
+
+
+def test_the_text_of_a_size_in_an_error_is_no_branch() -> None:
+    found = check_one(refused_with_text, N)
+    assert len(found.classes) <= 3
+
+
+def test_more_sizes_that_are_read_as_text_than_are_tried_are_reported_as_incomplete() -> None:
+    found = st.infer_sizes(cached, [torch.zeros(4)], [{0: st.Dim("n", max=200)}])
+    assert not found.is_complete
+
+
 def test_sets_express_divisibility_bounds_and_equalities() -> None:
     multiples = check_one(*_program("a multiple"))
     assert multiples.sizes == sympy.Range(0, 32, 8)
