@@ -66,8 +66,8 @@ PRODUCERS: dict[str, Producer] = {
     "repeat_interleave": lambda h: torch.repeat_interleave((h[:, 0] > 0).long() * 2),
     "max_pool1d": lambda h: F.max_pool1d(h.T, 2, return_indices=True)[1][0],
     "a mask's argmax": lambda h: (h > 0).int().argmax(0),
-    "from elsewhere": lambda h: torch.tensor([1, 0, 2, 1]),
-    "one number": lambda h: torch.tensor([2]),
+    "from elsewhere": lambda h: torch.tensor([1, 0, 2, 1], device=h.device),
+    "one number": lambda h: torch.tensor([2], device=h.device),
 }
 """Positions of the first dim, (any number,), found in (positions, features) or given."""
 
@@ -97,7 +97,7 @@ CONSUMERS: dict[str, Consumer] = {
     "x[i[0]]": lambda h, i: h[i[:1]][0] if i.numel() else h.sum(),
     "x.T[:, i]": lambda h, i: h.T[:, i],
     "x[i, None]": lambda h, i: h[i, None] * 2,
-    "two indices": lambda h, i: h[i[:, None], torch.tensor([0, -1])],
+    "two indices": lambda h, i: h[i[:, None], torch.tensor([0, -1], device=h.device)],
     "gather": lambda h, i: h.gather(0, _columns(h, i)),
     "gather along the last dim": lambda h, i: h.T.gather(1, i[None]),
     "take": lambda h, i: h.take(i),
@@ -131,8 +131,8 @@ CONSUMERS: dict[str, Consumer] = {
 """What reads or writes `h` (positions, features) at `i` (any number,)."""
 
 
-def _check(layout: str, producer: str, consumer: str, rows: int, n: int, both: bool) -> None:
-    values = torch.randperm(rows * n * 3, generator=torch.Generator().manual_seed(n)).double() - rows * n
+def _check(layout: str, producer: str, consumer: str, rows: int, n: int, both: bool, device: str) -> None:
+    values = torch.randperm(rows * n * 3, generator=torch.Generator().manual_seed(n)).to(device).double() - rows * n
     plain = values.view(rows, n, 3).requires_grad_()
     padded = values.clone().view(rows, n, 3).requires_grad_()
     x = st.pad(padded, {1: SEQ} | ({0: BATCH} if both else {}), value=float("nan"))
@@ -148,7 +148,7 @@ def _check(layout: str, producer: str, consumer: str, rows: int, n: int, both: b
 def _compare(got: Tensor, want: Tensor, padded: Tensor, plain: Tensor) -> None:
     torch.testing.assert_close(got, want)
     if want.numel():
-        weight = torch.arange(1.0, want.numel() + 1, dtype=want.dtype).view(want.shape)
+        weight = torch.arange(1.0, want.numel() + 1, dtype=want.dtype, device=want.device).view(want.shape)
         (want * weight).sum().backward()
         (got * weight).sum().backward()
         torch.testing.assert_close(padded.grad, plain.grad)
@@ -163,9 +163,9 @@ def _compare(got: Tensor, want: Tensor, padded: Tensor, plain: Tensor) -> None:
     some.booleans(),
 )
 def test_an_index_names_the_elements_that_it_names_without_padding(
-    layout: str, producer: str, consumer: str, rows: int, n: int, both: bool
+    device: str, layout: str, producer: str, consumer: str, rows: int, n: int, both: bool
 ) -> None:
-    _check(layout, producer, consumer, rows, n, both)
+    _check(layout, producer, consumer, rows, n, both, device)
 
 
 @given(
@@ -174,9 +174,9 @@ def test_an_index_names_the_elements_that_it_names_without_padding(
     some.lists(some.integers(2, 9), min_size=2, max_size=3),
 )
 def test_the_rows_of_a_ragged_batch_in_one_dim_are_indexed_as_their_concatenation_or_refused(
-    producer: str, consumer: str, lengths: list[int]
+    device: str, producer: str, consumer: str, lengths: list[int]
 ) -> None:
-    values = torch.randperm(sum(lengths) * 3).double().view(-1, 3) - sum(lengths)
+    values = torch.randperm(sum(lengths) * 3).to(device).double().view(-1, 3) - sum(lengths)
     plain, leaf = values.clone().requires_grad_(), values.clone().requires_grad_()
     x = st.pad(list(leaf.split(lengths)), {0: SEQ}, value=float("nan"))
     want = CONSUMERS[consumer](plain, PRODUCERS[producer](plain.detach()))
@@ -196,9 +196,9 @@ def test_the_rows_of_a_ragged_batch_in_one_dim_are_indexed_as_their_concatenatio
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("both", [False, True], ids=["seq", "seq and batch"])
-def test_every_producer_agrees_with_every_consumer(layout: str, both: bool) -> None:
+def test_every_producer_agrees_with_every_consumer(device: str, layout: str, both: bool) -> None:
     for producer, consumer in itertools.product(PRODUCERS, CONSUMERS):
-        _check(layout, producer, consumer, rows=2, n=5, both=both)
+        _check(layout, producer, consumer, rows=2, n=5, both=both, device=device)
 
 
 @pytest.mark.parametrize("position", [-7, 6])

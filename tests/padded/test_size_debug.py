@@ -38,8 +38,8 @@ LEAKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_a_size_that_becomes_a_plain_number_warns_with_its_line(name: str) -> None:
-    x = st.pad(torch.ones(2, 5), {1: SEQ})
+def test_a_size_that_becomes_a_plain_number_warns_with_its_line(name: str, device: str) -> None:
+    x = st.pad(torch.ones(2, 5).to(device), {1: SEQ})
     with warnings.catch_warnings(record=True) as caught, st.watch_size_arithmetic():
         warnings.simplefilter("always")
         LEAKS[name](x)
@@ -57,8 +57,8 @@ def test_a_size_that_was_read_before_the_mode_warns_in_it() -> None:
         _ = 1 / x.shape[1]
 
 
-def test_sizes_that_are_understood_do_not_warn() -> None:
-    x = st.pad(torch.ones(2, 5), {1: SEQ})
+def test_sizes_that_are_understood_do_not_warn(device: str) -> None:
+    x = st.pad(torch.ones(2, 5).to(device), {1: SEQ})
     with warnings.catch_warnings(), st.watch_size_arithmetic():
         warnings.simplefilter("error")
         _ = x.view(x.shape[0], x.shape[1], 1)[:, : x.shape[1] - 1]
@@ -83,19 +83,19 @@ INDEXING: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", INDEXING)
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 7)])
-def test_positions_beyond_the_true_size_warn_in_the_mode(name: str, lengths: tuple[int, int]) -> None:
-    rows = [torch.randn(n) for n in lengths]
+def test_positions_beyond_the_true_size_warn_in_the_mode(name: str, lengths: tuple[int, int], device: str) -> None:
+    rows = [torch.randn(n).to(device) for n in lengths]
     x = st.pad(rows, {0: SEQ}) if len(set(lengths)) > 1 else st.pad(torch.stack(rows), {1: SEQ})
     index = INDEXING[name]
-    index(x, torch.arange(6))
+    index(x, torch.arange(6, device=device))
     with warnings.catch_warnings(), st.watch_size_arithmetic():
         warnings.simplefilter("error")
-        index(x, torch.arange(5))
+        index(x, torch.arange(5, device=device))
         with pytest.raises(st.PaddedSizeWarning, match="position 5 of dim 1 is padding"):
-            index(x, torch.arange(6))
+            index(x, torch.arange(6, device=device))
 
 
-def test_the_mode_runs_an_unmodified_model_with_an_attention_mask() -> None:
+def test_the_mode_runs_an_unmodified_model_with_an_attention_mask(device: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MistralConfig(
         vocab_size=50,
@@ -105,8 +105,8 @@ def test_the_mode_runs_an_unmodified_model_with_an_attention_mask() -> None:
         num_key_value_heads=1,
         intermediate_size=32,
     )
-    model = transformers.MistralForCausalLM(config).eval()
-    ids, mask = torch.randint(3, 50, (2, 5)), torch.tensor([[0, 1, 1, 1, 1]] * 2)
+    model = transformers.MistralForCausalLM(config).eval().to(device)
+    ids, mask = torch.randint(3, 50, (2, 5)).to(device), torch.tensor([[0, 1, 1, 1, 1]] * 2, device=device)
     plain = model(input_ids=ids, attention_mask=mask).logits
     with warnings.catch_warnings(), st.watch_size_arithmetic():
         warnings.simplefilter("ignore", st.PaddedSizeWarning)
@@ -114,7 +114,7 @@ def test_the_mode_runs_an_unmodified_model_with_an_attention_mask() -> None:
     torch.testing.assert_close(padded.unpad()[:, 1:], plain[:, 1:])
 
 
-def test_outside_of_the_mode_a_size_is_an_int_to_python() -> None:
-    x = st.pad(torch.ones(2, 5), {1: SEQ})
+def test_outside_of_the_mode_a_size_is_an_int_to_python(device: str) -> None:
+    x = st.pad(torch.ones(2, 5).to(device), {1: SEQ})
     assert isinstance(x.shape[1], int)
     assert (x.shape, x.shape[1], {8: "a"}[x.shape[1]], f"{x.shape[1]}") == ((2, 8), 8, "a", "8")

@@ -24,6 +24,12 @@ HALF = torch.randn(2, 4, 3, dtype=torch.float64)
 
 Program = Callable[[Any], Any]
 
+
+def on(x: Any, table: Tensor) -> Tensor:
+    """A table on the device of a tensor."""
+    return table if x.device == table.device else table.to(x.device)
+
+
 UNDERSTOOD: dict[str, Program] = {
     "a maximum pooled over all": lambda x: F.max_pool1d(x.mT, x.shape[1]).squeeze(-1),
     "a mean pooled over all": lambda x: F.avg_pool1d(x.mT, x.shape[1]).squeeze(-1),
@@ -43,7 +49,7 @@ UNDERSTOOD: dict[str, Program] = {
     "the last n of two n": lambda x: torch.cat([x, x * 2], 1)[:, -x.shape[1] :],
     "narrow": lambda x: x.narrow(1, 0, x.shape[1] - 1).sum(1),
     "the rest of a split": lambda x: x.split(x.shape[1] - 1, 1)[1],
-    "a causal convolution": lambda x: F.conv1d(x.mT, WEIGHT, padding=2)[..., : x.shape[1]].mean(-1),
+    "a causal convolution": lambda x: F.conv1d(x.mT, on(x, WEIGHT), padding=2)[..., : x.shape[1]].mean(-1),
     "a view": lambda x: x.view(2, x.shape[1] * 2, 2).sum(1),
     "a reshape": lambda x: x.reshape(2 * x.shape[1], 4).sum(0),
     "expanded": lambda x: x[:, :1].expand(2, x.shape[1], 4).sum(1),
@@ -57,14 +63,14 @@ UNDERSTOOD: dict[str, Program] = {
 """Programs that are right in eager mode without a warning."""
 
 WARNED: dict[str, Program] = {
-    "a plain signal of n": lambda x: torch.fft.irfft(TABLE[:5], n=x.shape[1], dim=0).sum(0) + x.sum(1),
+    "a plain signal of n": lambda x: torch.fft.irfft(on(x, TABLE)[:5], n=x.shape[1], dim=0).sum(0) + x.sum(1),
     "a signal of its spectrum": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), n=x.shape[1], dim=1),
-    "a plain tensor interpolated": lambda x: F.interpolate(HALF, size=x.shape[1]).sum(-1) + x.sum(1),
-    "a grid": lambda x: F.affine_grid(GRID, (2, 1, x.shape[1], 4), align_corners=False).sum((1, 2)) + x.sum(1)[:, :2],
-    "a window": lambda x: x * torch.hann_window(x.shape[1], dtype=x.dtype)[:, None],
-    "the last n of a table": lambda x: x + TABLE[-x.shape[1] :],
-    "the first n of a table": lambda x: x + TABLE[: x.shape[1]],
-    "a reversed table": lambda x: x + TABLE[: x.shape[1]].flip(0),
+    "a plain tensor interpolated": lambda x: F.interpolate(on(x, HALF), size=x.shape[1]).sum(-1) + x.sum(1),
+    "a grid": lambda x: F.affine_grid(on(x, GRID), (2, 1, x.shape[1], 4), False).sum((1, 2)) + x.sum(1)[:, :2],
+    "a window": lambda x: x * torch.hann_window(x.shape[1], dtype=x.dtype, device=x.device)[:, None],
+    "the last n of a table": lambda x: x + on(x, TABLE)[-x.shape[1] :],
+    "the first n of a table": lambda x: x + on(x, TABLE)[: x.shape[1]],
+    "a reversed table": lambda x: x + on(x, TABLE)[: x.shape[1]].flip(0),
     "len": lambda x: x.sum(1) / len(x[0]),
     "a plain tensor times a remainder": lambda x: x.sum(1) * (x.shape[1] % 4),
     "a comparison": lambda x: x * 2 if x.shape[1] > 7 else x,
@@ -86,15 +92,15 @@ WARNED: dict[str, Program] = {
     "shifted bits": lambda x: x * (x.shape[1] >> 1),
     "divmod": lambda x: x * divmod(x.shape[1], 2)[0],
     "a repeated list": lambda x: x.sum(1) + sum([1.0] * x.shape[1]),
-    "positions": lambda x: x + torch.arange(x.shape[1])[:, None],
+    "positions": lambda x: x + torch.arange(x.shape[1], device=x.device)[:, None],
     "summed positions": lambda x: x.sum(1) + torch.arange(x.shape[1]).sum(),
-    "reversed positions": lambda x: x * torch.arange(x.shape[1] - 1, -1, -1)[:, None],
-    "a line": lambda x: x * torch.linspace(0, 1, x.shape[1], dtype=x.dtype)[:, None],
-    "summed ones": lambda x: x.sum(1) + torch.ones(2, x.shape[1]).sum(1, keepdim=True),
-    "a triangle": lambda x: torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() @ x,
+    "reversed positions": lambda x: x * torch.arange(x.shape[1] - 1, -1, -1, device=x.device)[:, None],
+    "a line": lambda x: x * torch.linspace(0, 1, x.shape[1], dtype=x.dtype, device=x.device)[:, None],
+    "summed ones": lambda x: x.sum(1) + torch.ones(2, x.shape[1], device=x.device).sum(1, keepdim=True),
+    "a triangle": lambda x: torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).tril() @ x,
     "a scale": lambda x: F.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[1]),
-    "a plain tensor expanded": lambda x: TABLE[:1].expand(x.shape[1], 4).sum(0) + x.sum(1),
-    "a plain tensor repeated": lambda x: TABLE[:1].repeat(x.shape[1], 1).sum(0) + x.sum(1),
+    "a plain tensor expanded": lambda x: on(x, TABLE)[:1].expand(x.shape[1], 4).sum(0) + x.sum(1),
+    "a plain tensor repeated": lambda x: on(x, TABLE)[:1].repeat(x.shape[1], 1).sum(0) + x.sum(1),
     "a plain tensor chosen": lambda x: torch.where(x.sum(1) > 0, x.sum(1), x.shape[1]),
     "a plain tensor clamped": lambda x: (x.sum(1) * 10).clamp(max=x.shape[1]),
     "taken from the size": lambda x: x.shape[1] - x.sum(1),
@@ -106,8 +112,8 @@ ALL = UNDERSTOOD | WARNED
 IN_GRAPHS = [name for name in UNDERSTOOD if "pooled over all" in name or "image" in name or "interpolated" in name]
 
 
-def rows(n: int) -> Tensor:
-    return torch.randn(2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+def rows(n: int, device: str) -> Tensor:
+    return torch.randn(2, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device)
 
 
 def is_right(program: Program, found: Any, x: Tensor) -> bool:
@@ -130,26 +136,24 @@ def has_line(caught: list[warnings.WarningMessage], name: str) -> bool:
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
 @pytest.mark.parametrize("n", [3, 5, 8])
-def test_a_size_that_a_call_takes_is_the_true_one_and_does_not_warn(name: str, n: int) -> None:
-    found, caught = watched(UNDERSTOOD[name], rows(n))
-    assert is_right(UNDERSTOOD[name], found, rows(n))
+def test_a_size_that_a_call_takes_is_the_true_one_and_does_not_warn(name: str, n: int, device: str) -> None:
+    found, caught = watched(UNDERSTOOD[name], rows(n, device))
+    assert is_right(UNDERSTOOD[name], found, rows(n, device))
     assert not caught
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_a_number_that_may_be_the_buckets_warns_with_its_line(name: str) -> None:
-    _, caught = watched(WARNED[name], rows(5))
+def test_a_number_that_may_be_the_buckets_warns_with_its_line(name: str, device: str) -> None:
+    _, caught = watched(WARNED[name], rows(5, device))
     assert has_line(caught, name)
 
 
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ALL)
 def test_a_bucketed_program_computes_with_true_sizes_or_is_found_out(name: str, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("tables are on the CPU")
     run = st.bucketed(ALL[name], {0: {1: SEQ}})
     for n in (5, 7, 6, 3, 5):
-        assert is_right(ALL[name], run(rows(n)), rows(n)), f"at {n}"
+        assert is_right(ALL[name], run(rows(n, device)), rows(n, device)), f"at {n}"
 
 
 @pytest.mark.usefixtures("captured")
@@ -157,7 +161,7 @@ def test_a_bucketed_program_computes_with_true_sizes_or_is_found_out(name: str, 
 def test_pools_over_a_whole_dim_and_interpolations_to_a_size_are_computed_in_graphs(name: str, device: str) -> None:
     run = st.bucketed(UNDERSTOOD[name], {0: {1: SEQ}})
     for n in (5, 7, 3):
-        x = rows(n).to(device).requires_grad_()
+        x = rows(n, device).requires_grad_()
         assert is_right(UNDERSTOOD[name], run(x.detach()), x.detach())
         gradients = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (run, UNDERSTOOD[name])]
         torch.testing.assert_close(*gradients)
@@ -167,12 +171,12 @@ def test_pools_over_a_whole_dim_and_interpolations_to_a_size_are_computed_in_gra
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_interpolation_to_another_tensors_size_reads_the_positions_that_torch_does(
-    mode: str, dtype: torch.dtype
+    mode: str, dtype: torch.dtype, device: str
 ) -> None:
     own, error, torchs = st.Dim("m", max=64, buckets=64), 0.0, 0.0
     for n, m in itertools.product(range(1, 40, 3), repeat=2):
-        x = torch.randn(1, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(dtype)
-        y = st.pad(torch.zeros(m), {0: own})
+        x = torch.randn(1, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).to(device, dtype)
+        y = st.pad(torch.zeros(m, device=device), {0: own})
         found = F.interpolate(st.pad(x, {2: st.Dim("n", max=64, buckets=64)}), size=y.shape[0], mode=mode).unpad()
         expected, truth = (F.interpolate(t, size=m, mode=mode) for t in (x, x.double()))
         if mode != "linear":
@@ -183,16 +187,18 @@ def test_an_interpolation_to_another_tensors_size_reads_the_positions_that_torch
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
-def test_infinite_values_reach_only_those_positions_of_an_interpolation_that_read_them(mode: str) -> None:
-    x = torch.zeros(1, 1, 6).index_fill_(2, torch.tensor(3), -torch.inf)
-    y = st.pad(torch.zeros(4), {0: st.Dim("m", max=8, buckets=8)})
+def test_infinite_values_reach_only_those_positions_of_an_interpolation_that_read_them(mode: str, device: str) -> None:
+    x = torch.zeros(1, 1, 6).index_fill_(2, torch.tensor(3), -torch.inf).to(device)
+    y = st.pad(torch.zeros(4, device=device), {0: st.Dim("m", max=8, buckets=8)})
     found = F.interpolate(st.pad(x, {2: st.Dim("n", max=8, buckets=8)}), size=y.shape[0], mode=mode).unpad()
     assert torch.equal(found, F.interpolate(x, size=4, mode=mode))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_compiled_code_is_right_or_warns_with_the_line_where_the_bucket_takes_the_place_of_a_size(name: str) -> None:
-    program, x = ALL[name], rows(5)
+def test_compiled_code_is_right_or_warns_with_the_line_where_the_bucket_takes_the_place_of_a_size(
+    name: str, device: str
+) -> None:
+    program, x = ALL[name], rows(5, device)
     compiled = torch.compile(program, backend="aot_eager")
     _, caught = watched(compiled, x)
     if caught:
