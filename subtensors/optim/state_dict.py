@@ -110,8 +110,6 @@ class _Wrapped:
     """One parameter's state on its way through torch's load_state_dict."""
 
     entries: object
-    is_complete: bool
-    """Whether it comes from a group that has all hyperparameters of the optimizer."""
 
 
 @contextmanager
@@ -144,9 +142,7 @@ def _wrapped(saved: SavedState, optimizer: SavedOptimizer) -> SavedState:
             "of state entries in this optimizer, which has none yet, and asks for none where gradients are: load "
             "before the first backward pass, and before capture(packed=True)"
         )
-    lacking = [group for group in saved["param_groups"] if set(declaration.hyperparameters) - set(group)]
-    from_lacking = {key for group in lacking for key in group["params"]}
-    return {**saved, "state": {key: _Wrapped(value, key not in from_lacking) for key, value in state.items()}}
+    return {**saved, "state": {key: _Wrapped(value) for key, value in state.items()}}
 
 
 def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
@@ -181,15 +177,11 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
 def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
     state, factory = optimizer.state, StateFactory(optimizer)
-    needed = needed_entries(optimizer, group)
     for p in group["params"]:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue
         assert isinstance(wrapped.entries, Mapping)
         entries = {name: value for name, value in wrapped.entries.items() if value is not None}
-        missing = set(factory.entries_of(p, needed, group)) - set(entries) - _SHARED
-        if missing and set(entries) - _SHARED and not wrapped.is_complete:
-            raise KeyError(f"the state of another optimizer: it has {sorted(entries)}, and no {sorted(missing)}")
         state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
         for name in entries:
             convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
