@@ -186,3 +186,23 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def capture_modes(requires_grad: bool = False) -> Iterator[None]:
+    """A context for captures and runs of the program: no inference mode or autocast cache, backward on this thread.
+
+    A capture serves all later calls, so it makes plain tensors and keeps nothing that the caller's contexts own.
+
+    Args:
+        requires_grad: whether autograd tracks the program.
+    """
+    # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
+    # thread: the capture is its own, and another thread's backward may wait for the lock.
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.set_grad_enabled(requires_grad),
+        without_autocast_cache(),
+    ):
+        yield

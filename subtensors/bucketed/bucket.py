@@ -21,7 +21,7 @@ from subtensors.dispatch.fused.tensor_columns import WrittenOverlap
 from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import HostReads, error_line
-from subtensors.dispatch.graphs.pool import GraphPool, without_autocast_cache
+from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.decisions import DecidedByTrueSize, Decisions
@@ -397,23 +397,3 @@ def _true_sizes(
     sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
     sizes.serves_one_run, sizes.decisions = True, decisions
     return sizes
-
-
-@contextmanager
-def capture_modes(requires_grad: bool = False) -> Iterator[None]:
-    """A context for captures and runs of the program: no inference mode or autocast cache, backward on this thread.
-
-    A capture serves all later calls, so it makes plain tensors and keeps nothing that the caller's contexts own.
-
-    Args:
-        requires_grad: whether autograd tracks the program.
-    """
-    # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
-    # thread: the capture is its own, and another thread's backward may wait for the lock.
-    with (
-        torch.inference_mode(False),
-        torch.autograd.set_multithreading_enabled(False),
-        torch.set_grad_enabled(requires_grad),
-        without_autocast_cache(),
-    ):
-        yield

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.bucket import Bucket, Call, HostSizes, capture_modes
+from subtensors.bucketed.bucket import Bucket, Call, HostSizes
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.compiled import CompileCache
 from subtensors.bucketed.compiled_gradients import CompiledGradients
@@ -30,7 +30,7 @@ from subtensors.bucketed.python_objects import flatten_result_objects
 from subtensors.bucketed.side_effects import SideEffects, TrainingDetector, dense_of, restore_state
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
-from subtensors.dispatch.graphs.pool import GraphPool
+from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.sizes.expressions import size_on_host

@@ -12,8 +12,8 @@ from bucketed_rows import DIMS, assert_same, assert_same_gradients
 from torch import Tensor, nn
 
 import subtensors as st
-from subtensors.bucketed.bucket import capture_modes
 from subtensors.bucketed.state_guard import Optimizers
+from subtensors.dispatch.graphs.pool import capture_modes
 
 
 class Net(nn.Module):
