@@ -68,7 +68,7 @@ DRAWS = "it draws random numbers"
 """The reason why a call that does is not compared."""
 
 ASIDE_PRECISION = 1e-5
-"""The precision of runs aside, at least: rounding is not measured there."""
+"""The precision of runs aside, at least."""
 
 
 @dataclass(frozen=True)
@@ -243,24 +243,31 @@ class Checker:
             return ""
         self._compared_aside.add(bucket)
         own_tensors = [dense_of(x) for x in given if isinstance(x, Tensor)]
-        start, runs = self.snapshot(bucket, leaves, [*zeros, *own_tensors]), list[Observed]()
-        for is_padded in (False, True):
+        parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
+
+        def run(is_padded: bool, unit: float = 0.0, direction: int = 0) -> Observed | None:
             own = padded_leaves(given, spec, bucket.device, bucket.decisions) if is_padded else [*map(_unpadded, given)]
+            before = self.snapshot(bucket, leaves, [*own_tensors, *(parameters if unit else zeros)])
             try:
-                with torch.no_grad(), autograd.without_version_bumps(zeros):
-                    for t in filter(start.has_copy, zeros):
+                with torch.no_grad(), autograd.without_version_bumps(parameters):
+                    for t in filter(before.has_copy, zeros):
                         t.copy_(filled(t))
+                    for t in filter(before.has_copy, parameters if unit else ()):
+                        t.copy_(moved(t, unit, direction))
                 with full_float32(), WithoutDropout():
                     result = _call_here(bucket, own, bucket.call_program if is_padded else None)
-                    runs.append(self._observe(result, given, {}))
-                if start.has_drawn():
-                    return ""
+                    observed = self._observe(result, given, {}, unit, direction)
+                return None if before.has_drawn() else observed
             except Exception:  # the call itself will say so
-                return ""
+                return None
             finally:
-                start.restore()
+                before.restore()
+
+        expected, got = run(is_padded=False), run(is_padded=True)
+        if expected is None or got is None:
+            return ""
         unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
-        found = first_difference(runs[1], runs[0], unit, lambda direction: None)
+        found = first_difference(got, expected, unit, lambda direction: run(False, unit, direction))
         return found and f"{found}, in a run without dropout, with numbers for zeros and rows of one length"
 
     def _report(self, sizes: Mapping[str, int], reason: str) -> CheckReport:
