@@ -49,7 +49,7 @@ class Pair:
         return x if self.plain else st.pad(x, {x.dim() - 2: SEQ})
 
     def unpad(self, x: Any) -> Tensor:
-        return x if self.plain else x.unpad()
+        return x.unpad() if isinstance(x, st.PaddedTensor) else x
 
     def chunk(self, x: Any) -> Any:
         return x if self.plain else st.chunk(x, chunks=2)

@@ -114,7 +114,8 @@ class Padded(Subject):
         return leaves[0] if self.plain else st.pad(leaves[0], {1: SEQ})
 
     def leave(self, result: Value) -> list[Tensor]:
-        return [result if self.plain else result.unpad()]
+        # A bucketed program gives plain results.
+        return [result.unpad() if isinstance(result, st.PaddedTensor) else result]
 
 
 class Lists(Subject):
