@@ -132,7 +132,7 @@ class TorchExecutor(Executor):
                 if i in views:
                     torch.split_with_sizes_copy(row[i], sizes, out=views[i])
                     continue
-                tensors = [columns[i][k] for k in indices]
+                tensors = [*columns[i]] if len(indices) == len(columns[i]) else [columns[i][k] for k in indices]
                 if i not in ones:
                     results = memory.split(row[i], tensors) if i in self.sized else [row[i]] * len(indices)
                     torch._foreach_copy_(tensors, results)
