@@ -101,7 +101,7 @@ class TrueSizes:
         self.serves_one_run = False
         """True if made for a single run of a program, in which each mask and expression is computed once."""
         self.decisions: Decisions | None = None
-        """Where comparisons of these sizes with numbers are noted, while a bucketed program runs."""
+        """The notes of comparisons of these sizes with numbers, while a bucketed program runs."""
         self._values_by_size: dict[Size, Tensor] = {}
 
     @property

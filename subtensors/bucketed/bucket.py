@@ -80,7 +80,7 @@ class Bucket:
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
         self.decisions = Decisions()
-        """What the program decided by its padded sizes."""
+        """The outcomes of comparisons of the program with its padded sizes."""
         self.agreed_sizes: set[tuple[HostSize, ...]] = set()
         """The true sizes at which its results were the plain program's, whatever that decides."""
         self.checked_sizes: set[tuple[HostSize, ...]] = set()

@@ -40,7 +40,7 @@ class CachedCall:
     error: Exception | None = None
     calls: int = 0
     decided: int = 0
-    """How many of the bucket's decisions these calls' true sizes were asked for."""
+    """The number of decisions of the bucket that these calls' true sizes were compared with."""
     otherwise: str = ""
     """The one that they take otherwise, in words."""
     elements: tuple[int, int] = (0, 0)

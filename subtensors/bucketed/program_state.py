@@ -40,7 +40,7 @@ class State:
         self.caller: int | None = None
         """The last thread that called the program."""
         self.is_shared = False
-        """Whether several threads called it."""
+        """True if several threads called it."""
         self._written: set[int] | None = set()
         """Ids of the tensors that the program was seen to write to; None if torch does not count writes."""
         self.take_snapshot()

@@ -1,4 +1,4 @@
-"""What a checked call can't show is compared aside: dropout draws, zeros hide, a ragged batch is no plain tensor."""
+"""Runs aside compare what a checked call hides: dropout draws, zeros hide, a ragged batch is no plain tensor."""
 
 from __future__ import annotations
 

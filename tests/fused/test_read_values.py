@@ -21,7 +21,7 @@ def times_rate(p):
 
 
 def scaled(function):
-    """What one call of fused math makes of a one."""
+    """Return the result of one call of fused math on a one."""
     p = st.TensorList([torch.ones(1)])
     function(p)
     return p[0].item()
