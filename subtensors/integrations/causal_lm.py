@@ -16,18 +16,20 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from subtensors.arguments import shown
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.torch_internals.compiler import recomputing_what_fuses
 from subtensors.integrations.undo import keep
 from subtensors.sizes.dims import Dim
 
@@ -105,10 +107,11 @@ class Body:
     Args:
         body: a model without its head.
         length: the dim of the sequence; None for no buckets.
+        attention: the kernel to prefer where there is no mask; None for torch's choice.
     """
 
-    def __init__(self, body: nn.Module, length: Dim | None) -> None:
-        self.body = body
+    def __init__(self, body: nn.Module, length: Dim | None, attention: SDPBackend | None) -> None:
+        self.body, self.attention = body, attention
         self.replaced = vars(body).get("forward")
         self.run: Bucketed[..., PyTree] | None = None
         if length is not None:
@@ -117,7 +120,12 @@ class Body:
 
     @classmethod
     def install(
-        cls, model: nn.Module, compiling: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
+        cls,
+        model: nn.Module,
+        compiling: Mapping[str, object] | None,
+        length: Dim | None,
+        attention: SDPBackend | None,
+        undo: ExitStack,
     ) -> None:
         """Put it in the place of the body's own forward, and compile the layers.
 
@@ -129,10 +137,9 @@ class Body:
         layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
         layers = [module for module in body.modules() if isinstance(module, layer_class)]
         if body is inner or not layers:
-            raise TypeError(
-                f"compile= and buckets= take a model whose body has layers, and {type(model).__name__} hasn't"
-            )
-        forward = cls(body, length)
+            name = type(model).__name__
+            raise TypeError(f"compile=, buckets= and attention= take a model whose body has layers, and {name} hasn't")
+        forward = cls(body, length, attention)
         keep(body, "forward", undo)
         body.forward = forward
         if forward.run is not None:
@@ -155,7 +162,8 @@ class Body:
                 return self.plain(*args, **kwargs)
         kwargs["use_cache"] = False
         if self.run is None or torch.is_grad_enabled():
-            return self.plain(*args, **kwargs)
+            with recomputing_what_fuses(), self._attending(kwargs.get("attention_mask")):
+                return self.plain(*args, **kwargs)
         given = inspect.signature(self.plain).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         tokens = [given.get(name) for name in _PER_TOKEN]
@@ -164,6 +172,21 @@ class Body:
         with torch.compiler.set_stance("force_eager"):  # each bucket would be a compilation of each layer's code
             return self.run(**given)
 
+    def _attending(self, mask: object) -> AbstractContextManager[None]:
+        """A context that prefers the given kernel of attention where a mask says nothing."""
+        if self.attention is None or not (mask is None or (isinstance(mask, Tensor) and bool(mask.all()))):
+            return nullcontext()
+        enabled = [backend for backend, is_enabled in _ENABLED.items() if is_enabled() and backend != self.attention]
+        return sdpa_kernel([self.attention, *enabled], set_priority=True)
+
+
+_ENABLED: dict[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+"""Whether each kernel of attention may be chosen, in torch's order."""
 
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """The arguments of a body with a number a token."""

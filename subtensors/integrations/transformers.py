@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from subtensors import optim
 from subtensors.arguments import shown
@@ -56,6 +57,7 @@ def apply(
     loss: str | Mapping[str, object] | None = "chunked",
     compile: bool | Mapping[str, object] = False,
     buckets: Dim | None = None,
+    attention: SDPBackend | None = None,
     **options: object,
 ) -> Applied:
     """Train a causal language model of transformers with less memory and in less time, its code unchanged.
@@ -66,10 +68,13 @@ def apply(
         loss: "chunked" for logits that are never materialized where a loss reads them, whichever loss that is; or the
             arguments of `st.chunk` as a dict, such as `{"memory_limit": "1GiB"}`; None to leave it alone.
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
-            says nothing stays None, and attention causal by a flag, as in eager code.
+            says nothing stays None, and attention causal by a flag, as in eager code. What fuses into kernels of the
+            backward is recomputed there, and not kept.
         buckets: the dim of the sequence, such as `st.Dim("seq", max=2048, buckets=128)`: the body then runs through
             `st.bucketed` where gradients are off, as in evaluation. With `compile` or `buckets`, a call makes a cache
             only if it says `use_cache=True`, as `generate` does.
+        attention: the kernel of `torch.nn.functional.scaled_dot_product_attention` to prefer in training where no token
+            is masked, such as `SDPBackend.CUDNN_ATTENTION`; None for torch's choice.
         options: of the optimizer, such as `lr=1e-4` and `max_norm=1.0`.
 
     Returns:
@@ -96,6 +101,8 @@ def apply(
     compiling = compile if isinstance(compile, Mapping) else {} if compile else None
     if buckets is not None and not isinstance(buckets, Dim):
         raise TypeError(f"buckets is a st.Dim or None, got {shown(buckets)}")
+    if attention is not None and not isinstance(attention, SDPBackend):
+        raise TypeError(f"attention is a torch.nn.attention.SDPBackend or None, got {shown(attention)}")
     if optimizer is None and options:
         raise TypeError(f"apply takes no {', '.join(options)} without an optimizer")
     head = output_head(model)
@@ -106,8 +113,8 @@ def apply(
         if chunking is not None:
             ChunkedHead(chunking).attach(model, head, undo)
             TokenScores.install(model, undo)
-        if compiling is not None or buckets is not None:
-            Body.install(model, compiling, buckets, undo)
+        if compiling is not None or buckets is not None or attention is not None:
+            Body.install(model, compiling, buckets, attention, undo)
     except BaseException:  # the model is left as it was
         undo.close()
         raise
@@ -145,6 +152,7 @@ def apply_to_trainer(
     loss: str | Mapping[str, object] | None = "chunked",
     compile: bool | Mapping[str, object] = False,
     buckets: Dim | None = None,
+    attention: SDPBackend | None = None,
     **options: object,
 ) -> Applied:
     """Make a `transformers.Trainer`, or one of its kind, train and evaluate as `apply` says.
@@ -156,7 +164,7 @@ def apply_to_trainer(
 
     Args:
         trainer: one that has made no optimizer yet.
-        optimizer, loss, compile, buckets: see `apply`.
+        optimizer, loss, compile, buckets, attention: see `apply`.
         options: of the optimizer; they go before what the trainer's arguments say.
 
     Returns:
@@ -180,13 +188,13 @@ def apply_to_trainer(
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
     if optimizer is None:
-        return apply(trainer.model, None, loss=loss, compile=compile, buckets=buckets, **options)
+        return apply(trainer.model, None, loss=loss, compile=compile, buckets=buckets, attention=attention, **options)
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
     make = _optimizer(optimizer)
     given = {**_trainer_options(make, trainer.args), **options}
     make([{"params": [torch.zeros(1, 1)]}], **given)  # refuses now what the trainer would meet when it begins
-    applied = apply(trainer.model, loss=loss, compile=compile, buckets=buckets)
+    applied = apply(trainer.model, loss=loss, compile=compile, buckets=buckets, attention=attention)
     keep(trainer, "optimizer_cls_and_kwargs", applied._undo)
     trainer.optimizer_cls_and_kwargs = (make, given)
     if given.get("max_norm") is not None:

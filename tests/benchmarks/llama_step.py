@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subtensors as st
 from benchmarks.rows import Setting, installed, save
@@ -61,17 +62,32 @@ def plain(model: nn.Module) -> Made:
     return lambda ids: model(input_ids=ids, labels=ids).loss, optimizer
 
 
-def compiled(model: nn.Module) -> Made:
+def compiled(model: nn.Module, **options: Any) -> Made:
     """The same, compiled whole."""
     _, optimizer = plain(model)
-    whole = torch.compile(model)
+    whole = torch.compile(model, **options)
     return lambda ids: whole(input_ids=ids, labels=ids).loss, optimizer
 
 
-def without_mask(model: nn.Module) -> Made:
+def without_mask(model: nn.Module, **options: Any) -> Made:
     """The same, compiled whole, with the causal mask left out by hand, so that attention has its flash kernel."""
     vars(importlib.import_module(MODULE))["create_causal_mask"] = lambda *args, **kwargs: None
-    return compiled(model)
+    return compiled(model, **options)
+
+
+def with_cudnn(loss_of: Loss, optimizer: torch.optim.Optimizer) -> Made:
+    """The same with attention's kernels from cuDNN, by hand."""
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def loss(ids: Tensor) -> Tensor:
+        with sdpa_kernel(backends, set_priority=True):
+            return loss_of(ids)
+
+    return loss, optimizer
+
+
+APART: dict[str, Any] = {"options": {"size_asserts": True}}
+"""Arguments of `torch.compile` that change nothing but which compiled code is taken: that of other kernels isn't."""
 
 
 def liger(model: nn.Module) -> Made:
@@ -99,11 +115,16 @@ WAYS: dict[str, Callable[[nn.Module], Made]] = {
     "eager": plain,
     "compile": compiled,
     "compile, no mask": without_mask,
+    "compile, no mask, cuDNN": lambda model: with_cudnn(*without_mask(model, **APART)),
     "Liger": liger,
+    "Liger, cuDNN": lambda model: with_cudnn(*liger(model)),
     "Liger, compile": liger_compiled,
     "apply": ours,
     "apply, compile": lambda model: ours(model, compile=True),
-    "apply, fast": lambda model: ours(model, compile=True, loss={"accumulate": "fast"}),
+    "apply, compile, cuDNN": lambda model: ours(model, compile=APART, attention=SDPBackend.CUDNN_ATTENTION),
+    "apply, compile, cuDNN, int8": lambda model: ours(
+        model, compile=APART, attention=SDPBackend.CUDNN_ATTENTION, state_dtype="int8"
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from chunked_programs import allocations
 from reordered_sums import orders
 from tiny_causal_lms import FAMILIES, HIDDEN, VOCABULARY, causal_lm
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subtensors as st
 
@@ -167,6 +168,56 @@ def test_layers_are_compiled_once_for_all_of_them_and_for_all_lengths_after_the_
     for length in (8, 12, 17, 25, 33):
         model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
     assert len(graphs.masked) == 2
+
+
+def kept_for_backward(model: Any) -> int:
+    """How many numbers the body keeps for its backward, beside the parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if not isinstance(x, torch.nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = model.model(input_ids=IDS).last_hidden_state
+    hidden.sum().backward()
+    return sum(kept.values())
+
+
+def test_compiled_layers_keep_neither_normalized_inputs_nor_gated_activations() -> None:
+    model, backend = causal_lm(), "aot_eager_decomp_partition"
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    plain = kept_for_backward(model)
+    gradients = [p.grad for p in model.model.parameters()]
+    model.zero_grad()
+    torch.compiler.reset()
+    apply(model, compile={"backend": backend})
+    config = model.config
+    saved = config.num_hidden_layers * IDS.numel() * (2 * config.hidden_size + config.intermediate_size)
+    assert plain - saved - 100 < kept_for_backward(model) < plain - saved + 100
+    torch.testing.assert_close([p.grad for p in model.model.parameters()], gradients)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_prefers_a_given_kernel_where_no_token_is_masked(mask: str) -> None:
+    model, cudnn, before = causal_lm(), SDPBackend.CUDNN_ATTENTION, torch._C._get_sdp_priority_order()
+    seen: list[tuple[int, bool, bool]] = []
+    flags = torch.backends.cuda
+    model.model.layers[0].register_forward_hook(
+        lambda *args: seen.append(
+            (torch._C._get_sdp_priority_order()[0], flags.math_sdp_enabled(), flags.mem_efficient_sdp_enabled())
+        )
+    )
+    applied = apply(model, attention=cudnn)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        model(input_ids=IDS, attention_mask=MASKS[mask], labels=LABELS).loss.backward()
+    first = SDPBackend.FLASH_ATTENTION if mask == "padding" else cudnn
+    assert seen == [(first.value, True, False)]
+    assert torch._C._get_sdp_priority_order() == before
+    applied.revert()
+    assert "forward" not in vars(model.model)
 
 
 def everything(model: Any) -> list[dict[str, Any]]:
@@ -327,6 +378,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
     "a loss": (causal_lm, {"loss": "liger"}, ValueError, "loss is \"chunked\", .* got 'liger'"),
     "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
     "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),
+    "attention": (causal_lm, {"attention": "cudnn"}, TypeError, "attention is a .*SDPBackend or None, got 'cudnn'"),
     "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, or a dict .*got 'max'"),
     "lr": (causal_lm, {"lr": 0.1}, TypeError, "takes no lr without an optimizer"),
     "an option": (causal_lm, {"optimizer": "adamw", "momentum": 0.1}, TypeError, "momentum"),
