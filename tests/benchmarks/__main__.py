@@ -18,12 +18,12 @@ from benchmarks import (
     fit_plan,
     gpt2_step,
     lend,
-    llama_step,
     optim,
     padded_ops,
     pointwise,
     policy,
     static,
+    training_step,
 )
 
 # Each benchmark declares its options, and with them the function that runs it.
@@ -34,7 +34,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "policy": ("policy losses of a large head: time, memory and error, whole and chunked", policy.add_arguments),
     "fit-plan": ("the rates of a chunked loss's plan, from rows of `chunked`", fit_plan.add_arguments),
     "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
-    "llama-step": ("a training step of a Llama of transformers, beside the peers", llama_step.add_arguments),
+    "training-step": ("a training step of a model of transformers, beside peers", training_step.add_arguments),
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
     "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
