@@ -16,9 +16,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from types import MethodType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,11 +107,10 @@ class Body:
     Args:
         body: a model without its head.
         length: the dim of the sequence; None for no buckets.
-        attention: the kernel to prefer where there is no mask; None for torch's choice.
     """
 
-    def __init__(self, body: nn.Module, length: Dim | None, attention: SDPBackend | None) -> None:
-        self.body, self.attention = body, attention
+    def __init__(self, body: nn.Module, length: Dim | None) -> None:
+        self.body = body
         self.replaced = vars(body).get("forward")
         self.run: Bucketed[..., PyTree] | None = None
         if length is not None:
@@ -120,12 +119,7 @@ class Body:
 
     @classmethod
     def install(
-        cls,
-        model: nn.Module,
-        compiling: Mapping[str, object] | None,
-        length: Dim | None,
-        attention: SDPBackend | None,
-        undo: ExitStack,
+        cls, model: nn.Module, compiling: Mapping[str, object] | None, length: Dim | None, undo: ExitStack
     ) -> None:
         """Put it in the place of the body's own forward, and compile the layers.
 
@@ -137,9 +131,10 @@ class Body:
         layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
         layers = [module for module in body.modules() if isinstance(module, layer_class)]
         if body is inner or not layers:
-            name = type(model).__name__
-            raise TypeError(f"compile=, buckets= and attention= take a model whose body has layers, and {name} hasn't")
-        forward = cls(body, length, attention)
+            raise TypeError(
+                f"compile= and buckets= take a model whose body has layers, and {type(model).__name__} hasn't"
+            )
+        forward = cls(body, length)
         keep(body, "forward", undo)
         body.forward = forward
         if forward.run is not None:
@@ -162,7 +157,7 @@ class Body:
                 return self.plain(*args, **kwargs)
         kwargs["use_cache"] = False
         if self.run is None or torch.is_grad_enabled():
-            with recomputing_what_fuses(), self._attending(kwargs.get("attention_mask")):
+            with recomputing_what_fuses():
                 return self.plain(*args, **kwargs)
         given = inspect.signature(self.plain).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
@@ -172,12 +167,42 @@ class Body:
         with torch.compiler.set_stance("force_eager"):  # each bucket would be a compilation of each layer's code
             return self.run(**given)
 
-    def _attending(self, mask: object) -> AbstractContextManager[None]:
-        """A context that prefers the given kernel of attention where a mask says nothing."""
-        if self.attention is None or not (mask is None or (isinstance(mask, Tensor) and bool(mask.all()))):
-            return nullcontext()
-        enabled = [backend for backend, is_enabled in _ENABLED.items() if is_enabled() and backend != self.attention]
-        return sdpa_kernel([self.attention, *enabled], set_priority=True)
+
+_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+"""The arguments of a body with a number a token."""
+
+
+class _Config(Protocol):
+    _attn_implementation: str
+
+
+def prefer_attention(model: nn.Module, backend: SDPBackend, undo: ExitStack) -> None:
+    """Make scaled dot product attention without a mask prefer a kernel, in compiled code too.
+
+    Raises:
+        ValueError: the model has another implementation of attention.
+    """
+    transformers = importlib.import_module("transformers")
+    attend = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+    config, set_implementation = cast(_Config, model.config), cast(Callable[[str], None], model.set_attn_implementation)
+    before = config._attn_implementation
+    if before != "sdpa":
+        raise ValueError(f'attention= takes a model with attn_implementation="sdpa", and this one has "{before}"')
+    order = [backend, *(other for other, is_enabled in _ENABLED.items() if is_enabled() and other != backend)]
+
+    def attend_without_mask(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
+    ) -> object:
+        if attention_mask is not None:
+            return attend(module, query, key, value, attention_mask, **options)
+        with sdpa_kernel(order, set_priority=True):
+            return attend(module, query, key, value, None, **options)
+
+    name = f"sdpa_{backend.name.lower()}"
+    transformers.AttentionInterface.register(name, attend_without_mask)
+    transformers.AttentionMaskInterface.register(name, transformers.masking_utils.sdpa_mask)
+    undo.callback(set_implementation, before)
+    set_implementation(name)
 
 
 _ENABLED: dict[SDPBackend, Callable[[], bool]] = {
@@ -187,6 +212,3 @@ _ENABLED: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
 """Whether each kernel of attention may be chosen, in torch's order."""
-
-_PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-"""The arguments of a body with a number a token."""

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from subtensors import optim
 from subtensors.arguments import shown
 from subtensors.chunked.chunked_tensor import chunk
-from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head
+from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head, prefer_attention
 from subtensors.integrations.token_scores import TokenScores
 from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
@@ -73,8 +73,8 @@ def apply(
         buckets: the dim of the sequence, such as `st.Dim("seq", max=2048, buckets=128)`: the body then runs through
             `st.bucketed` where gradients are off, as in evaluation. With `compile` or `buckets`, a call makes a cache
             only if it says `use_cache=True`, as `generate` does.
-        attention: the kernel of `torch.nn.functional.scaled_dot_product_attention` to prefer in training where no token
-            is masked, such as `SDPBackend.CUDNN_ATTENTION`; None for torch's choice.
+        attention: the kernel of `torch.nn.functional.scaled_dot_product_attention` to prefer where there is no mask,
+            such as `SDPBackend.CUDNN_ATTENTION`; None for torch's choice.
         options: of the optimizer, such as `lr=1e-4` and `max_norm=1.0`.
 
     Returns:
@@ -83,7 +83,7 @@ def apply(
     Raises:
         TypeError: not a causal language model, or one without a linear head; an option that the optimizer doesn't take.
         ValueError: an unknown name of an optimizer or a loss; a model whose loss is chunked already, or that a trainer
-            of TRL has made compute logits in float32.
+            of TRL has made compute logits in float32; `attention` for a model whose attention isn't "sdpa".
 
     Example:
         >>> import torch, transformers, subtensors as st
@@ -113,8 +113,10 @@ def apply(
         if chunking is not None:
             ChunkedHead(chunking).attach(model, head, undo)
             TokenScores.install(model, undo)
-        if compiling is not None or buckets is not None or attention is not None:
-            Body.install(model, compiling, buckets, attention, undo)
+        if attention is not None:
+            prefer_attention(model, attention, undo)
+        if compiling is not None or buckets is not None:
+            Body.install(model, compiling, buckets, undo)
     except BaseException:  # the model is left as it was
         undo.close()
         raise

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import subtensors as st
 from benchmarks.rows import Setting, installed, save
@@ -113,15 +113,15 @@ def plain(model: nn.Module) -> Made:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def compiled(model: nn.Module, **options: Any) -> Made:
+def compiled(model: nn.Module) -> Made:
     """The same, compiled whole."""
-    return torch.compile(model, **options), plain(model)[1]
+    return torch.compile(model), plain(model)[1]
 
 
-def without_mask(model: nn.Module, **options: Any) -> Made:
+def without_mask(model: nn.Module) -> Made:
     """The same, compiled whole, with the causal mask left out by hand, so that attention has its flash kernel."""
     module_of(model_type(model))["create_causal_mask"] = lambda *args, **kwargs: None
-    return compiled(model, **options)
+    return compiled(model)
 
 
 def liger(model: nn.Module) -> Made:
@@ -145,34 +145,25 @@ def ours(model: nn.Module, **options: Any) -> Made:
     return model, optimizer
 
 
-def with_cudnn(called: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Made:
-    """The same with attention's kernels from cuDNN, by hand."""
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-    def call(**inputs: Any) -> Any:
-        with sdpa_kernel(backends, set_priority=True):
-            return called(**inputs)
-
-    return call, optimizer
-
-
-APART: dict[str, Any] = {"options": {"size_asserts": True}}
-"""Arguments of `torch.compile` that change nothing but which compiled code is taken: that of other kernels isn't."""
+def with_cudnn(model: Any, way: Callable[[nn.Module], Made]) -> Made:
+    """Another way, with attention's kernels from cuDNN by hand."""
+    st.integrations.transformers.apply(model, loss=None, attention=SDPBackend.CUDNN_ATTENTION)
+    return way(model)
 
 
 WAYS: dict[str, Callable[[nn.Module], Made]] = {
     "eager": plain,
     "compile": compiled,
     "compile, no mask": without_mask,
-    "compile, no mask, cuDNN": lambda model: with_cudnn(*without_mask(model, **APART)),
+    "compile, no mask, cuDNN": lambda model: with_cudnn(model, without_mask),
     "Liger": liger,
-    "Liger, cuDNN": lambda model: with_cudnn(*liger(model)),
+    "Liger, cuDNN": lambda model: with_cudnn(model, liger),
     "Liger, compile": liger_compiled,
     "apply": ours,
     "apply, compile": lambda model: ours(model, compile=True),
-    "apply, compile, cuDNN": lambda model: ours(model, compile=APART, attention=SDPBackend.CUDNN_ATTENTION),
+    "apply, compile, cuDNN": lambda model: ours(model, compile=True, attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile, cuDNN, int8": lambda model: ours(
-        model, compile=APART, attention=SDPBackend.CUDNN_ATTENTION, state_dtype="int8"
+        model, compile=True, attention=SDPBackend.CUDNN_ATTENTION, state_dtype="int8"
     ),
 }
 

@@ -200,24 +200,37 @@ def test_compiled_layers_keep_neither_normalized_inputs_nor_gated_activations() 
     torch.testing.assert_close([p.grad for p in model.model.parameters()], gradients)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_prefers_a_given_kernel_where_no_token_is_masked(mask: str) -> None:
+def test_attention_prefers_a_given_kernel_where_there_is_no_mask(
+    mask: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, cudnn, before = causal_lm(), SDPBackend.CUDNN_ATTENTION, torch._C._get_sdp_priority_order()
-    seen: list[tuple[int, bool, bool]] = []
-    flags = torch.backends.cuda
-    model.model.layers[0].register_forward_hook(
-        lambda *args: seen.append(
-            (torch._C._get_sdp_priority_order()[0], flags.math_sdp_enabled(), flags.mem_efficient_sdp_enabled())
-        )
-    )
-    applied = apply(model, attention=cudnn)
+    model.set_attn_implementation("sdpa")
+    seen: set[tuple[int, bool, bool]] = set()
+    flags, attend = torch.backends.cuda, F.scaled_dot_product_attention
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        seen.add((torch._C._get_sdp_priority_order()[0], flags.math_sdp_enabled(), flags.mem_efficient_sdp_enabled()))
+        return attend(*args, **kwargs)
+
+    def run_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.target is attend:
+                node.target = noting
+        graph.recompile()
+        return graph
+
+    if not compiled:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        applied = apply(model, attention=cudnn, compile={"backend": run_graph} if compiled else False)
         model(input_ids=IDS, attention_mask=MASKS[mask], labels=LABELS).loss.backward()
     first = SDPBackend.FLASH_ATTENTION if mask == "padding" else cudnn
-    assert seen == [(first.value, True, False)]
+    assert seen == {(first.value, True, False)}
     assert torch._C._get_sdp_priority_order() == before
     applied.revert()
-    assert "forward" not in vars(model.model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def everything(model: Any) -> list[dict[str, Any]]:
@@ -379,6 +392,12 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
     "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
     "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),
     "attention": (causal_lm, {"attention": "cudnn"}, TypeError, "attention is a .*SDPBackend or None, got 'cudnn'"),
+    "attention of a model without": (
+        lambda: causal_lm(attn_implementation="eager"),
+        {"attention": SDPBackend.CUDNN_ATTENTION},
+        ValueError,
+        'takes a model with attn_implementation="sdpa", and this one has "eager"',
+    ),
     "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, or a dict .*got 'max'"),
     "lr": (causal_lm, {"lr": 0.1}, TypeError, "takes no lr without an optimizer"),
     "an option": (causal_lm, {"optimizer": "adamw", "momentum": 0.1}, TypeError, "momentum"),
