@@ -19,7 +19,7 @@ from benchmarks.chunked_rows import LossRow, plot, table, unmatched
 from benchmarks.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
 from benchmarks.rows import Setting, load, save
 from benchmarks.sweep import names
-from benchmarks.table import describe
+from benchmarks.table import describe, figure
 from demo.timing import Span, synchronize
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
@@ -217,7 +217,7 @@ def run(options: argparse.Namespace) -> int:
         for row in measure(shape, variants, options.tiny, options.device, settings):
             rows = [other for other in rows if (other.shape, other.variant) != (row.shape, row.variant)] + [row]
             save(rows, data)  # after each: a long run that is cut short still leaves what it measured
-            console.print(f"{row.shape:10} {row.variant:22} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB")
+            console.print(f"{row.shape:10} {row.variant:22} {row.step_ms:.4g} ms, {figure(row.peak_mb)} MiB")
     if rows:
         rows.sort(key=lambda row: list(SHAPES).index(row.shape))
         save(rows, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -131,4 +132,7 @@ def run(options: argparse.Namespace) -> int:
     for name in drawn:
         FIGURES[name][1](options.out)
         print(options.out / f"{name}.png")
+    if not drawn:
+        files = ", ".join(name for names, _ in FIGURES.values() for name in names)
+        print(f"{options.out} has no rows to draw: figures are made of {files}", file=sys.stderr)
     return 0 if drawn else 1

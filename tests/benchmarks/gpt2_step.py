@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> int:
     measured: list[StepRow] = []
 
     def report(row: StepRow) -> None:
-        console.print(f"{row.variant:24} {row.step_ms:.4g} ms, {row.peak_mb or 0:.0f} MiB, loss {row.loss:.4f}")
+        console.print(f"{row.variant:24} {row.step_ms:.4g} ms, {figure(row.peak_mb)} MiB, loss {row.loss:.4f}")
         measured.append(row)
         save(measured, options.out / "gpt2_step.json")  # after each: a run may be cut short
 

@@ -103,7 +103,9 @@ def measure(set_name: str, name: str, peer: str | None, tiny: bool, device: str)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--set", default="llama1b", choices=list(SETS), help="parameters (%(default)s)")
+    parser.add_argument(
+        "--set", default="llama1b", choices=list(SETS), metavar="SET", help="of %(choices)s (%(default)s)"
+    )
     parser.add_argument("--names", default=",".join(ARGUMENTS), help="comma-separated (%(default)s)")
     parser.add_argument("--peers", action="store_true", help="also torch's foreach, and fused where there is one")
     parser.add_argument("--tiny", action="store_true", help="a few small tensors: shows that it runs, no more")

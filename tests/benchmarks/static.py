@@ -15,7 +15,7 @@ from benchmarks.rows import load, to_json
 from benchmarks.sets import specs
 from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep
 from benchmarks.table import table
-from benchmarks.variants import Step, Variant, as_graph, as_it_is
+from benchmarks.variants import Step, Variant, as_graph, as_it_is, compiled_adam
 
 SETS = ["tiny1000", "mid1000", "llama1b"]
 
@@ -44,12 +44,7 @@ def _packed(parameters: list[Tensor]) -> Step:
 
 
 def _reduce_overhead(parameters: list[Tensor]) -> Step:
-    """The tutorial's way: the learning rate a device tensor, the step count on the device."""
-    device = parameters[0].device
-    lr = torch.tensor(1e-3, device=device)
-    optimizer = torch.optim.Adam(parameters, lr=lr, foreach=True, capturable=device.type == "cuda")
-    step: Step = torch.compile(optimizer.step, fullgraph=False, mode="reduce-overhead")
-    return step
+    return compiled_adam(parameters, "reduce-overhead")
 
 
 def _reduce_overhead_packed(parameters: list[Tensor]) -> Step:

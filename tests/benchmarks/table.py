@@ -83,7 +83,7 @@ def in_sections(rows: Sequence[R], columns: Mapping[str, Callable[[R], str]], ti
 
 
 def folded(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], names: int = 2) -> Group:
-    """Tables of at most 80 columns: each has the names, and as many of the figures as fit.
+    """Tables of at most 80 columns: each has the names, and as many of the figures as fit; none of dashes alone.
 
     Args:
         title: above the first.
@@ -96,6 +96,8 @@ def folded(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], n
     room = MAX_WIDTH - 1 - sum(widths[:names])
     parts: list[list[int]] = [[]]
     for i in range(names, len(columns)):
+        if all(line[i] == figure(None) for line in lines):
+            continue
         if sum(widths[j] for j in parts[-1]) + widths[i] > room:
             parts.append([])
         parts[-1].append(i)

@@ -35,6 +35,12 @@ def test_a_table_of_many_columns_is_folded_with_its_names_at_each_part() -> None
     assert text.count("a title") == 1
 
 
+def test_a_column_without_a_figure_is_left_out() -> None:
+    text = printed(folded("a title", ["set", "variant", "ms", "MiB"], [["x", "one", "1", "-"], ["x", "two", "-", "-"]]))
+    assert "MiB" not in text
+    assert "ms" in text
+
+
 @pytest.mark.parametrize("name", ["optim", "optim_others", "pointwise", "static"])
 def test_the_rows_that_are_kept_fit_a_terminal(name: str) -> None:
     rows = load(Row, ROWS / f"{name}.json")

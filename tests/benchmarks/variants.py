@@ -21,12 +21,13 @@ def _fused(parameters: list[Tensor]) -> Step:
     return torch.optim.Adam(parameters, lr=1e-3, fused=True).step
 
 
-def _compiled(parameters: list[Tensor]) -> Step:
-    """The tutorial's way: the learning rate a device tensor, the step count on the device."""
+def compiled_adam(parameters: list[Tensor], mode: str | None = None) -> Step:
+    """Return torch's step compiled the tutorial's way: the learning rate and the step count are on the device."""
     device = parameters[0].device
     lr = torch.tensor(1e-3, device=device)
-    optimizer = torch.optim.Adam(parameters, lr=lr, foreach=True, capturable=device.type == "cuda")
-    step: Step = torch.compile(optimizer.step, fullgraph=False)
+    is_cuda = device.type == "cuda"  # foreach takes a learning rate that is a tensor only where it is capturable
+    optimizer = torch.optim.Adam(parameters, lr=lr, foreach=is_cuda, capturable=is_cuda)
+    step: Step = torch.compile(optimizer.step, fullgraph=False, mode=mode)
     return step
 
 
@@ -87,7 +88,7 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "foreach": Variant(_foreach),
     "fused": Variant(_fused),
-    "compile": Variant(_compiled, compiles_per_tensor=True),
+    "compile": Variant(compiled_adam, compiles_per_tensor=True),
     "subtensors": Variant(_subtensors),
     "subtensors-graph": Variant(_subtensors, as_graph, needs_gpu=True),
     "subtensors-master": Variant(_subtensors_master, master_weights=True),

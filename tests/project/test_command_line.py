@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import subtensors as st
+from benchmarks.__main__ import BENCHMARKS
 from subtensors.__main__ import main
 from subtensors.command_line.doctor import doctor, installation, missing
 from subtensors.command_line.self_test import CHECKS
@@ -41,6 +42,18 @@ def test_the_help_of_each_command_fits_80_columns_and_ends_with_an_example(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(f"example: python -m subtensors {command}")
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_help_of_each_benchmark_fits_80_columns_and_ends_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", name, "--help"])
+    text = capsys.readouterr().out
+    assert f"\n\nexample: python -m subtensors bench {name} --" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
