@@ -14,7 +14,7 @@ from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import AddressError, RuleError
 from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
 from subtensors.optim.dtensor import is_sharded
-from subtensors.optim.flat_buffers import FlatBuffers
+from subtensors.optim.flat_buffers import CHECK_EACH_LIMIT, FlatBuffers
 
 WASTED_REASON = (
     "each step has other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
@@ -174,7 +174,10 @@ class Capture:
         lines = [f"captured: {self.recordings} recordings, {self.replays} replays, {self.eager_steps} eager steps"]
         if self._steps and (recording := self._steps[0].recording) is not None:
             launches = len(recording.launches)
-            lines.append(f"  a step replays {launches} launches over {len(self._steps[0].params)} tensors")
+            count = len(self._steps[0].params)
+            lines.append(f"  a step replays {launches} launches over {count} tensors")
+            if self.packed is None and count > CHECK_EACH_LIMIT:
+                lines.append("  each step reads where all of them and their gradients are; packed=True spares it that")
         if self.packed is not None:
             lines.append(f"  {self.packed.describe()}; {self.full_checks} steps checked each of them")
         lines += [f"  recaptured: {reason} ({count})" for reason, count in self.reasons.items()]

@@ -256,10 +256,10 @@ class CapturedStep:
         if has_moved and self.has_other_ops and self.recording is not None:
             return CONSTANT_GRADIENT
         if has_moved:
-            guard = AddressSnapshot(own)
-            if self.recording is not None and not self.recording.move(guard.addresses):
+            addresses = list(map(Tensor.data_ptr, own))
+            if self.recording is not None and not self.recording.move(addresses):
                 return "a gradient shares memory with what the step writes"
-            self.gradient_guard = guard
+            self.gradient_guard.addresses = addresses
         return ""
 
     def replay(self, optimizer: CapturableOptimizer) -> None:

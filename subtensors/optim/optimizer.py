@@ -256,7 +256,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             packed: move the parameters into one flat tensor a device and dtype, and give each a gradient in another, to
                 which backward passes add. Then one fast check covers all addresses, whatever the number of parameters.
-                `zero_grad` writes zeros, whatever its argument, so every parameter is updated.
+                `zero_grad` writes zeros, whatever its argument, so a parameter that no backward pass reaches is updated
+                too, with a gradient of zero; without packing it is left as it is.
             check: check, at every replay, each address that it uses; None: if `SUBTENSORS_CHECK_REPLAYS` is set.
 
         Returns:

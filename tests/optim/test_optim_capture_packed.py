@@ -149,6 +149,23 @@ def test_a_gradient_that_is_assigned_is_read(device: str) -> None:
     training.assert_equal()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_parameter_that_no_backward_pass_reaches_is_updated_only_where_gradients_are_packed(
+    device: str, packed: bool
+) -> None:
+    reached, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    opt = st.optim.AdamW([reached, other], lr=0.1)
+    opt.capture(packed=packed)
+    before = []
+    for loss in (lambda: (reached + other).sum(), reached.sum):
+        before.append(other.detach().clone())
+        opt.zero_grad()
+        loss().backward()
+        opt.step()
+    assert torch.equal(other, before[1]) != packed
+    assert not torch.equal(*before)
+
+
 class Many:
     """Equal parameters in any number, trained eagerly and captured over packed memory."""
 
@@ -210,6 +227,19 @@ def test_a_replaced_gradient_whose_memory_is_still_held_is_read_by_the_next_step
     many.step()
     many.assert_equal()
     assert many.capture.replays == before + 2
+
+
+@pytest.mark.parametrize(("count", "packed", "says"), [(17, False, True), (17, True, False), (16, False, False)])
+def test_explain_says_where_a_step_looks_at_each_of_many_tensors(
+    device: str, count: int, packed: bool, says: bool
+) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(count)]
+    opt = st.optim.SGD(params, lr=0.1)
+    opt.capture(packed=packed)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert ("each step reads where all of them and their gradients are; packed=True" in st.explain(opt)) == says
 
 
 def test_gradients_that_are_projected_while_all_old_ones_are_kept_are_read_in_each_step(device: str) -> None:

@@ -158,6 +158,24 @@ TRANSPOSES = {
 }
 
 
+def test_a_matrix_gradient_that_moved_and_is_then_transposed_where_it_is_is_read_in_its_new_layout(device: str) -> None:
+    params = [nn.Parameter(torch.ones(3, 3, device=device)) for _ in range(2)]
+    eager, captured = (st.optim.SGD([p], lr=1.0) for p in params)
+    captured.capture()
+    gradients = [torch.arange(9.0, device=device).reshape(3, 3) * scale for scale in (1, 2)]
+    kept = []
+    for g in (*gradients, gradients[1], gradients[1].t(), gradients[1]):
+        for p, opt in zip(params, (eager, captured), strict=True):
+            if p.grad is not None and p.grad.data_ptr() == g.data_ptr():
+                p.grad.data = g  # the same tensor, at the same address
+            else:
+                p.grad = g.detach()
+            opt.step()
+        kept.append(params[1].detach().clone())
+        assert torch.equal(*params)
+    assert not torch.equal(kept[3] - kept[2], kept[2] - kept[1])
+
+
 @pytest.mark.parametrize("how", ["eager", "captured", "packed"])
 @pytest.mark.parametrize("count", [2, 20])
 @pytest.mark.parametrize("transpose", TRANSPOSES)
