@@ -364,6 +364,19 @@ def test_without_a_gpu_steps_run_eagerly_and_explain_says_so(device: str, caplog
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("count", "packed", "says"), [(17, False, True), (17, True, False), (16, False, False)])
+def test_explain_says_where_a_step_looks_at_each_of_many_tensors(
+    device: str, count: int, packed: bool, says: bool
+) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(count)]
+    opt = st.optim.SGD(params, lr=0.1)
+    opt.capture(packed=packed)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert ("each step reads where all of them and their gradients are; packed=True" in st.explain(opt)) == says
+
+
 def test_an_optimizer_without_capture_says_that_steps_run_eagerly(device: str) -> None:
     opt = st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0)
     assert st.explain(opt) == "SGD of 1 parameters, steps run eagerly"

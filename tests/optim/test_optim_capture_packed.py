@@ -229,19 +229,6 @@ def test_a_replaced_gradient_whose_memory_is_still_held_is_read_by_the_next_step
     assert many.capture.replays == before + 2
 
 
-@pytest.mark.parametrize(("count", "packed", "says"), [(17, False, True), (17, True, False), (16, False, False)])
-def test_explain_says_where_a_step_looks_at_each_of_many_tensors(
-    device: str, count: int, packed: bool, says: bool
-) -> None:
-    params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(count)]
-    opt = st.optim.SGD(params, lr=0.1)
-    opt.capture(packed=packed)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    assert ("each step reads where all of them and their gradients are; packed=True" in st.explain(opt)) == says
-
-
 def test_gradients_that_are_projected_while_all_old_ones_are_kept_are_read_in_each_step(device: str) -> None:
     many = Many(device, 18)
     for _ in range(6):
