@@ -2,7 +2,7 @@
 
 from subtensors import integrations, optim
 from subtensors.bucketed.bucketed import bucketed
-from subtensors.bucketed.check import CheckReport
+from subtensors.bucketed.compare_runs import CheckReport
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 from subtensors.dispatch.ops.errors import AddressError, RuleError, SizeError
 from subtensors.dispatch.torch_internals import requires as _internals

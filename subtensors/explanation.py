@@ -26,7 +26,7 @@ from subtensors.static.arena import Arena, explain_static
 from subtensors.static.static_tensor import StaticAddressTensor
 
 if TYPE_CHECKING:
-    from subtensors.bucketed.check import CheckReport
+    from subtensors.bucketed.compare_runs import CheckReport
     from subtensors.bucketed.statistics import Statistics
     from subtensors.sizes.accepted_sizes import AcceptedSizes  # this loads sympy
     from subtensors.sizes.bucket_policies import BucketPolicy

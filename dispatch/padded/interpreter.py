@@ -240,7 +240,7 @@ def refuse(call: PaddedCall, reason: str, kind: type[UnsupportedCall] = Unsuppor
 def require_size(call: PaddedCall, sizes: TrueSizes | None, size: Size, least: int) -> None:
     """Refuse a call that needs a larger true size, so that it runs on the unpadded data, where torch raises its error.
 
-    The sizes that a graph's program needs are noted, and compared before each replay (`RequiredSizes`).
+    The sizes that a graph's program needs are noted, and compared before each replay (`SizeConditions`).
 
     Args:
         call: the call.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
-from subtensors.dispatch.padded.decisions import COMPARISONS
-from subtensors.dispatch.padded.true_sizes import HostSize, SizeKey, TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.padded.size_conditions import COMPARISONS, HostSize, SizeCondition, noting
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
     Size,
@@ -184,8 +184,8 @@ class DecidingSize(PaddedSize):
     def _noted(self, name: str, other: float, outcome: bool) -> bool:
         """Note a comparison of the program, at two frames from here; return its outcome."""
         caller = str(sys._getframe(2).f_globals.get("__name__"))
-        if self.sizes.decisions is not None and not caller.startswith("subtensors."):
-            self.sizes.decisions.note(self.size, name, other, outcome)
+        if noting.into is not None and not caller.startswith("subtensors."):
+            noting.into.note(SizeCondition(self.size, name, other), outcome)
         return outcome
 
 

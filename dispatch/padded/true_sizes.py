@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,15 +13,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import SizeError, UnsupportedCall
-from subtensors.dispatch.padded.decisions import Decisions
+from subtensors.dispatch.padded.size_conditions import HostSize, SizeCondition, noting
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors
-from subtensors.dispatch.sizes.expressions import Size, size_on_device, size_symbol
+from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_device, size_symbol
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes, without_overrides
 
 if TYPE_CHECKING:
     import sympy
-
-HostSize = int | tuple[int, ...]
 
 
 @cache
@@ -38,40 +34,6 @@ class SizeKey(NamedTuple):
 
     symbols: tuple[sympy.Symbol, ...]
     buckets: tuple[int, ...]
-
-
-class RequiredSizes:
-    """The sizes below which an op of a program raises an error, which a replay of the program's graph can't."""
-
-    def __init__(self) -> None:
-        self.found: set[tuple[Size, int, tuple[sympy.Symbol, ...], int | None]] = set()
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """A context that notes what the calls inside require (`TrueSizes.allow`)."""
-        before, _noting.into = _noting.into, self
-        try:
-            yield
-        finally:
-            _noting.into = before
-
-    def add(self, size: Size, least: int, sizes: TrueSizes) -> None:
-        """Note that an expression must be at least some number in every row."""
-        self.found.add((size, least, sizes.symbols, sizes.rows))
-
-    def unmet(self, host: Mapping[sympy.Symbol, HostSize]) -> str:
-        """Return in words which requirement some true sizes don't meet, or ""."""
-        for size, least, symbols, rows in self.found:
-            if min(_each_on_host(size, symbols, tuple(host[symbol] for symbol in symbols), rows)) < least:
-                return f"an op needs a size of at least {least}, and {size} is smaller"
-        return ""
-
-
-class _Noting(threading.local):
-    into: RequiredSizes | None = None
-
-
-_noting = _Noting()
 
 
 class TrueSizes:
@@ -100,8 +62,6 @@ class TrueSizes:
         """The last masks that were made for attention; each with the caller's mask that it includes."""
         self.serves_one_run = False
         """True if made for a single run of a program, in which each mask and expression is computed once."""
-        self.decisions: Decisions | None = None
-        """The notes of comparisons of these sizes with numbers, while a bucketed program runs."""
         self._values_by_size: dict[Size, Tensor] = {}
 
     @property
@@ -127,9 +87,12 @@ class TrueSizes:
 
     def allow(self, size: Size, least: int) -> bool:
         """Return whether a size is at least some number in every row, as far as the host knows, and note the need."""
-        if _noting.into is not None and not size.is_Integer:
-            _noting.into.add(size, least, self)
-        return bool(size >= least) if size.is_Integer else all(n >= least for n in self.each_on_host(size))
+        if size.is_Integer:
+            return bool(size >= least)
+        if noting.into is not None:
+            own = size.xreplace({rows_symbol(): as_expression(self.rows)}) if self.rows is not None else size
+            noting.into.note(SizeCondition(own, "__ge__", least, is_required=True), outcome=True)
+        return all(n >= least for n in self.each_on_host(size))
 
     @property
     def is_captured(self) -> bool:
@@ -279,9 +242,7 @@ def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
     if all(sizes.known_on_host for sizes in distinct):
         host = tuple(_per_row(sizes.host()[i], rows) for sizes, i in chosen.values())
     buckets = tuple(sizes.buckets[i] for sizes, i in chosen.values())
-    merged = TrueSizes(tuple(chosen), buckets, torch.stack(parts), host)
-    merged.decisions = next((sizes.decisions for sizes in distinct if sizes.decisions is not None), None)
-    return merged
+    return TrueSizes(tuple(chosen), buckets, torch.stack(parts), host)
 
 
 def _per_row(size: HostSize, rows: int | None) -> HostSize:

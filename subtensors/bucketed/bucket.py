@@ -24,9 +24,9 @@ from subtensors.dispatch.graphs.host_reads import HostReads, error_line
 from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.decisions import DecidedByTrueSize, Decisions
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.true_sizes import HostSize, RequiredSizes, TrueSizes
+from subtensors.dispatch.padded.size_conditions import HostSize, SizeConditions, UnmetCondition
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import padded_dim, static_dims
 from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.runtime.async_compile import use_reference_while_compiling
@@ -77,10 +77,12 @@ class Bucket:
         self.outputs: Outputs | None = None
         self.no_graph_reason = ""
         """The reason why it can't be captured, once that is known."""
+        self.has_no_answer = False
+        """True if a run at true sizes would be as wrong as the graph: the reason is then an error of the call."""
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
-        self.decisions = Decisions()
-        """The outcomes of comparisons of the program with its padded sizes."""
+        self.conditions = SizeConditions()
+        """What holds for the true sizes of the calls that its graph answers."""
         self.agreed_sizes: set[tuple[HostSize, ...]] = set()
         """The true sizes at which its results were the plain program's, whatever that decides."""
         self.checked_sizes: set[tuple[HostSize, ...]] = set()
@@ -92,7 +94,6 @@ class Bucket:
         self._load: InputLoader | None = None
         self.written_inputs: set[int] = set()
         """Indices of the static inputs that the program writes to."""
-        self.required_sizes = RequiredSizes()
         self.last_call = 0
         """The number of its last call, counted over the whole runner."""
 
@@ -190,11 +191,9 @@ class Bucket:
                 if k >= 0:
                     buckets[k] = static.shape[d]
         symbols = tuple(dim.symbol for dim in spec.dims)
-        # A run at other sizes, from which compiled code is made for several buckets, decides for those.
-        decisions = self.decisions if tuple(buckets) == spec.buckets else None
-        own_sizes = _true_sizes(symbols, tuple(buckets), values, host, decisions) if spec.dims else None
+        own_sizes = _true_sizes(symbols, tuple(buckets), values, host) if spec.dims else None
         caller_sizes = [
-            _true_sizes(c.symbols, c.buckets, sizes, host, decisions)
+            _true_sizes(c.symbols, c.buckets, sizes, host)
             for c, sizes in zip(spec.caller_sizes, caller_values, strict=True)
         ]
         leaves: list[PyTree] = [self.uncopied.get(i) for i in range(self.num_leaves)]
@@ -223,7 +222,7 @@ class Bucket:
     def call_program(self, leaves: Sequence[PyTree]) -> PyTree:
         """Call the program on padded leaves."""
         # What is to be a graph is refused where the graph would be, so that the program itself answers from the start.
-        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None), self.required_sizes.noted():
+        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None), self.conditions.noted():
             return self.call(leaves)
 
     def _run(self, host: HostSizes | None) -> Outputs:
@@ -255,7 +254,7 @@ class Bucket:
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
         with self.watched(spec), use_reference_while_compiling() if self.pool is not None else nullcontext():
             result = self.run_once(spec.host)
-        if reason := self.required_sizes.unmet(spec.host) or self.no_replay_reason(leaves):
+        if reason := self.no_replay_reason(leaves):
             raise RuleError(reason)
         self.write_back(leaves)
         if self.no_graph_reason:
@@ -267,9 +266,9 @@ class Bucket:
             self.drop()
         return result
 
-    def decided_otherwise(self, spec: CallSpec) -> str:
-        """Return the branch that a call's true sizes decide otherwise than the bucket, unless a check agreed."""
-        return "" if spec.sizes in self.agreed_sizes else self.decisions.otherwise(spec.host)
+    def unmet_condition(self, spec: CallSpec) -> str:
+        """Return a condition that a call's true sizes don't meet, or ""; branches count unless a check agreed."""
+        return self.conditions.unmet(spec.host, ignores_branches=spec.true_sizes in self.agreed_sizes)
 
     @contextmanager
     def watched(self, spec: CallSpec) -> Iterator[None]:
@@ -279,14 +278,14 @@ class Bucket:
         has.
 
         Raises:
-            DecidedByTrueSize: the call's true sizes decide a branch otherwise than the bucket does.
+            UnmetCondition: the call's true sizes don't meet a condition of the bucket.
         """
         reads = HostReads() if self.pool is None and not self.has_compiled_code else None
         collectives = Collectives() if is_distributed() else None
         with reads or nullcontext(), collectives or nullcontext():
             yield
-        if reason := self.decided_otherwise(spec):
-            raise DecidedByTrueSize(reason)
+        if reason := self.unmet_condition(spec):
+            raise UnmetCondition(reason)
         if collectives is not None and collectives.first:
             self.no_graph_reason = (
                 f"it calls {collectives.first}, and other processes may meet its sizes at other times"
@@ -392,8 +391,7 @@ def _true_sizes(
     buckets: tuple[int, ...],
     values: Tensor,
     host: HostSizes | None,
-    decisions: Decisions | None,
 ) -> TrueSizes:
     sizes = TrueSizes(symbols, buckets, values, None if host is None else tuple(host[s] for s in symbols))
-    sizes.serves_one_run, sizes.decisions = True, decisions
+    sizes.serves_one_run = True
     return sizes

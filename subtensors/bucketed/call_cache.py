@@ -21,6 +21,7 @@ from subtensors.bucketed.python_objects import is_identity_keyed
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.size_conditions import SizeConditions
 
 MAX_CACHED_CALLS = 4096
 """The most keys that a runner remembers."""
@@ -39,10 +40,10 @@ class CachedCall:
     """The reason why such calls have no graph, or ""."""
     error: Exception | None = None
     calls: int = 0
-    decided: int = 0
-    """The number of decisions of the bucket that these calls' true sizes were compared with."""
-    otherwise: str = ""
-    """The one that they take otherwise, in words."""
+    compared: tuple[SizeConditions, int, bool] | None = None
+    """The conditions that these calls' true sizes were compared with, their number, and whether branches count."""
+    unmet: str = ""
+    """The one that they don't meet, in words."""
     elements: tuple[int, int] = (0, 0)
     """Elements along the Dims: at the true sizes, and at the bucket's."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -55,11 +56,12 @@ class CachedCall:
     """The bucket's outputs that `cuts` were made for."""
     cuts: list[Cut] = field(default_factory=list)
 
-    def decided_otherwise(self, bucket: Bucket, spec: CallSpec) -> str:
-        """Return the branch that these calls' true sizes decide otherwise than their bucket, unless a check agreed."""
-        if self.decided != len(bucket.decisions):
-            self.decided, self.otherwise = len(bucket.decisions), bucket.decisions.otherwise(spec.host)
-        return "" if spec.sizes in bucket.agreed_sizes else self.otherwise
+    def unmet_condition(self, bucket: Bucket, spec: CallSpec) -> str:
+        """Return `Bucket.unmet_condition`, found once for the conditions that there are."""
+        compared = bucket.conditions, len(bucket.conditions.found), spec.true_sizes in bucket.agreed_sizes
+        if self.compared != compared:
+            self.compared, self.unmet = compared, bucket.unmet_condition(spec)
+        return self.unmet
 
     def add_sizes(self, sizes: dict[str, Counter[int]]) -> None:
         """Add how often these calls had each true size to the counters, by Dim."""

@@ -36,8 +36,8 @@ from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.decisions import Decisions
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.padded.size_conditions import HostSize
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.padding import pad
@@ -46,9 +46,7 @@ from subtensors.sizes.dims import Dim, SizeAgreement
 if TYPE_CHECKING:
     import sympy
 
-
 T = TypeVar("T")
-
 FormatKey: TypeAlias = tuple[tuple[str | int, Structure], ...]
 
 inside_program: ContextVar[bool] = ContextVar("inside a bucketed program", default=False)
@@ -100,9 +98,8 @@ class CallFormat:
         ranked = sorted(range(len(names)), key=rank)
         order = tuple(leaf for i in ranked for leaf in range(ends[i] - counts[i], ends[i]))
         key = tuple((names[i], structures[i]) for i in ranked)
-        return CallFormat(
-            None if order == tuple(range(len(order))) else order, key, structure, len(args), tuple(kwargs)
-        )
+        is_ordered = order == tuple(range(len(order)))
+        return CallFormat(None if is_ordered else order, key, structure, len(args), tuple(kwargs))
 
     def ordered(self, leaves: list[T]) -> list[T]:
         """Return the leaves that `flatten` found, in the order of the parameters."""
@@ -160,7 +157,6 @@ def _hides_tensors(x: object) -> bool:
 
 AS_GIVEN = CallFormat(None, (), None, 0, ())
 """The form that reorders nothing, for calls whose form does not matter."""
-
 
 BucketKey: TypeAlias = tuple[object, ...]
 LeafDims: TypeAlias = tuple[str, Mapping[int, Dim] | None]
@@ -245,6 +241,11 @@ class CallSpec:
     bucket_key: BucketKey
     family_key: BucketKey
 
+    @functools.cached_property
+    def true_sizes(self) -> tuple[HostSize, ...]:
+        """The true size of every symbol."""
+        return tuple(self.host.values())
+
     def elements(self) -> tuple[int, int]:
         """Return the number of elements along all Dims: at the true sizes, of each row those of its own, and padded."""
         real, padded = math.prod(self.sizes), math.prod(self.buckets)
@@ -301,14 +302,11 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
     return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
 
 
-def padded_leaves(
-    leaves: Sequence[PyTree], spec: CallSpec, device: torch.device, decisions: Decisions | None = None
-) -> list[PyTree]:
+def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device) -> list[PyTree]:
     """Return a call's leaves padded to their bucket; like those of a graph, they share one `TrueSizes`."""
     dims = {s.leaf: {d: spec.dims[k] for d, k in enumerate(s.size_index) if k >= 0} for s in spec.inputs}
     values = torch.tensor(spec.sizes, dtype=torch.int64, device=device)
     sizes = TrueSizes(tuple(dim.symbol for dim in spec.dims), spec.buckets, values, spec.sizes)
-    sizes.decisions = decisions
     found = [pad(x, dims[i]) if dims.get(i) else x for i, x in enumerate(leaves)]
     for x, given in zip(found, leaves, strict=True):
         if x is not given and isinstance(x, PaddedTensor):
@@ -384,12 +382,10 @@ def _is_padded(dim: Dim, size: int, place: str, agreed: SizeAgreement) -> bool:
             # Without the size, so that all sizes share one reason.
             raise NotCacheable(re.sub(r" is \d+,", " is", str(error)), error) from None
         return False
-    return agreed.bind(dim, size, place) and not _is_exact(dim, size)
-
-
-def _is_exact(dim: Dim, size: int) -> bool:
-    """Return whether a size is the only one of its bucket, which then has no padding in any call."""
-    return size == dim.bucket(size) and (size - 1 < dim.min or dim.bucket(size - 1) != size)
+    if not agreed.bind(dim, size, place):
+        return False
+    # A size that is the only one of its bucket has no padding in any call.
+    return size != dim.bucket(size) or (size > dim.min and dim.bucket(size - 1) == size)
 
 
 def _take_caller_sizes(

@@ -20,10 +20,9 @@ padded and on unpadded arguments: without dropout, with other numbers for zeros,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Literal, TypeAlias
 from weakref import WeakSet
 
@@ -36,12 +35,13 @@ from subtensors.bucketed.call_key import READ_IN_PLACE, callers_tensors
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.compare_runs import (
     NOISE_RUNS,
+    CheckReport,
     Observed,
     WithoutDropout,
+    all_zero,
     filled,
     first_difference,
     full_float32,
-    is_zero,
     moved,
     observe,
     uniform_batches,
@@ -57,7 +57,7 @@ from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_distributed
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.true_sizes import HostSize
+from subtensors.dispatch.padded.size_conditions import HostSize
 from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.size_debug import padded_size_lines
@@ -69,41 +69,6 @@ DRAWS = "it draws random numbers"
 
 ASIDE_PRECISION = 1e-5
 """The precision of runs aside, at least."""
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """A bucketed call beside the plain program.
-
-    Args:
-        sizes: the call's true sizes, by Dim.
-        difference: the first difference; "" if there is none.
-        not_checked: the reason why nothing was compared; "" if it was.
-        lines: `file:line: message` for each line of the program that computed with a padded size, if they differ.
-
-    Example:
-        >>> import subtensors as st
-        >>> run = st.bucketed(lambda x: x.sum(1), {"x": {1: st.Dim("n", max=8, buckets=4)}})
-        >>> run.check(torch.ones(2, 3)).passed
-        True
-    """
-
-    sizes: Mapping[str, int]
-    difference: str = ""
-    not_checked: str = ""
-    lines: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """True if the results were compared and agree."""
-        return not self.difference and not self.not_checked
-
-    def __str__(self) -> str:
-        at = ", ".join(f"{name}={size}" for name, size in self.sizes.items()) or "no Dim"
-        if self.not_checked:
-            return f"not checked at {at}: {self.not_checked}"
-        found = f"differs: {self.difference}" if self.difference else "passed: the same as the plain program"
-        return "\n".join([f"{found}, at {at}", *(f"  {line}" for line in self.lines)])
 
 
 @dataclass
@@ -141,6 +106,9 @@ class Checker:
         """One in so many calls is checked; 0 for none."""
         self._calls = 0
         self._compared_aside: WeakSet[Bucket] = WeakSet()
+        """The buckets whose calls can't be compared themselves, and that were compared in runs aside."""
+        self._shown: dict[int, set[int]] = {}
+        """The zeros that runs aside have filled, for each family of calls."""
         self._places: list[str] = []
         """The places of the arguments of the call that is checked."""
         self.checked = 0
@@ -165,21 +133,23 @@ class Checker:
             return False  # it may call collectives, as its first run will tell; its second call is due
         if self.every and self._calls % self.every == 0:
             return True
-        if tuple(spec.host.values()) in bucket.checked_sizes or self._state.no_capture_reason():
+        if spec.true_sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
-        return is_early or bool(bucket.decisions.otherwise(spec.host))
+        return is_early or bool(bucket.conditions.unmet(spec.host))
 
     def answer_and_check(
         self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer.
 
+        A call for which there is no right answer gets None; the bucket's `has_no_answer` is then True.
+
         Args:
             call: has a bucket.
             leaves: of the call.
             answer: answers the call.
-            fall_back: answers it at its true sizes, for a reason and, if there is one, an error.
+            fall_back: answers it at its true sizes, for a reason and an error or None.
         """
         bucket, spec, elements = call.bucket, call.spec, call.elements
         assert bucket is not None
@@ -187,7 +157,7 @@ class Checker:
         sizes = {dim.name: size for dim, size in zip(spec.dims, spec.sizes, strict=True)}
         self._places = [f"argument {place.removeprefix('argument ')}" for place in call.places]
         before = self.snapshot(bucket, leaves)
-        expected = self._run_plain(bucket, leaves, tuple(spec.host.values()), before)
+        expected = self._run_plain(bucket, leaves, spec.true_sizes, before)
         if expected.is_final:
             return expected.result, self._report(sizes, expected.not_checked)
         is_replay, calls = bucket.is_captured, bucket.statistics.calls
@@ -195,21 +165,23 @@ class Checker:
             call.calls -= 1  # the next one is due, too, or the bucket would answer it
             return fall_back(expected.not_checked, expected.error), self._report(sizes, expected.not_checked)
         if not expected.not_checked:
-            bucket.agreed_sizes.add(spec.sizes)  # until they differ
+            bucket.agreed_sizes.add(spec.true_sizes)  # until they differ
 
         def refuse(difference: str) -> tuple[PyTree, CheckReport]:
-            lines = padded_size_lines(lambda: _call_here(bucket, padded_leaves(leaves, spec, bucket.device)))
+            lines = padded_size_lines(lambda: _call_here(bucket.call, padded_leaves(leaves, spec, bucket.device)))
             before.restore()
-            bucket.agreed_sizes.discard(spec.sizes)
-            if otherwise := bucket.decided_otherwise(spec):
-                self._compared_aside.discard(bucket)
-                call.reason = f"{otherwise}, and its results differ"
-                return fall_back(call.reason), CheckReport(sizes, difference, lines=lines)
+            bucket.agreed_sizes.discard(spec.true_sizes)
+            if unmet := bucket.unmet_condition(spec):
+                call.reason = f"{unmet}, and its results differ"
+                return fall_back(call.reason, None), CheckReport(sizes, difference, lines=lines)
             bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
             bucket.drop()
-            return fall_back(bucket.no_graph_reason), CheckReport(sizes, difference, lines=lines)
+            answered = None if bucket.has_no_answer else fall_back(bucket.no_graph_reason, None)
+            return answered, CheckReport(sizes, difference, lines=lines)
 
         if difference := self._compare_aside(bucket, leaves, spec, expected.not_checked, before):
+            # A ragged batch runs on padded rows in eager mode, too.
+            bucket.has_no_answer = _is_ragged(spec)
             return refuse(difference)
         result = answer()
         ran_padded = bucket.statistics.calls > calls
@@ -232,44 +204,34 @@ class Checker:
     ) -> str:
         """Return the first difference that the call itself can't show, or "".
 
-        The program is run on padded and on unpadded arguments, once a bucket: without dropout, which draws other
-        numbers; with other numbers for tensors that are zero, which hide what they are multiplied with; with rows of
-        one length for a ragged batch, which stands for no plain tensor.
+        The program is run on padded and on unpadded arguments: without dropout, which draws other numbers; with rows of
+        one length for a ragged batch, which stands for no plain tensor; with other numbers for tensors that are zero,
+        which hide what they are multiplied with. Buckets whose calls nothing else compares need that once each. What
+        a zero hides is the program's, so that the first bucket with padding shows it for all of other sizes.
         """
-        if bucket in self._compared_aside or not before.can_restore():
+        if not before.can_restore():
             return ""
-        zeros = [t for t in self._state.tensors() if is_zero(t)]
-        given = uniform_batches(filled(x) if is_zero(x) and not isinstance(x, READ_IN_PLACE) else x for x in leaves)
-        is_same = not zeros and all(map(is_, given, leaves))
-        if is_same and not_checked != DRAWS:
+        shown = self._shown.setdefault(hash(spec.family_key), set())
+        own = {-1 - i: x for i, x in enumerate(leaves) if not isinstance(x, READ_IN_PLACE)}
+        named = own | {id(t): t for t in self._state.tensors()}
+        zeros = all_zero({name: x for name, x in named.items() if name not in shown})
+        is_alone = (not_checked == DRAWS or _is_ragged(spec)) and bucket not in self._compared_aside
+        if not zeros and not is_alone:
             return ""
-        self._compared_aside.add(bucket)
-        own_tensors = [dense_of(x) for x in given if isinstance(x, Tensor)]
-        parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
+        given = uniform_batches(filled(x) if -1 - i in zeros else x for i, x in enumerate(leaves))
+        own_zeros = [t for name, t in zeros.items() if name >= 0]
 
-        def run(is_padded: bool, unit: float = 0.0, direction: int = 0) -> Observed | None:
-            own = padded_leaves(given, spec, bucket.device, bucket.decisions) if is_padded else [*map(_unpadded, given)]
-            before = self.snapshot(bucket, leaves, [*own_tensors, *(parameters if unit else zeros)])
-            try:
-                with torch.no_grad(), autograd.without_version_bumps(parameters):
-                    for t in filter(before.has_copy, zeros):
-                        t.copy_(filled(t))
-                    for t in filter(before.has_copy, parameters if unit else ()):
-                        t.copy_(moved(t, unit, direction))
-                with full_float32(), WithoutDropout():
-                    result = _call_here(bucket, own, bucket.call_program if is_padded else None)
-                    observed = self._observe(result, given, {}, unit, direction)
-                return None if before.has_drawn() else observed
-            except Exception:  # the call itself will say so
-                return None
-            finally:
-                before.restore()
+        def run(unit: float = 0.0, direction: int = 0, padded: CallSpec | None = None) -> Observed | None:
+            return self._run_again(bucket, given, {}, unit, direction, before, own_zeros, padded)
 
-        expected, got = run(is_padded=False), run(is_padded=True)
-        if expected is None or got is None:
-            return ""
-        unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
-        found = first_difference(got, expected, unit, lambda direction: run(False, unit, direction))
+        expected, got = run(), run(padded=spec)
+        found = ""
+        if expected is not None and got is not None:
+            unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
+            found = first_difference(got, expected, unit, lambda direction: run(unit, direction))
+        if not found and all(n < most for n, most in zip(spec.sizes, spec.buckets, strict=True)):
+            self._compared_aside.add(bucket)
+            shown.update(zeros)
         return found and f"{found}, in a run without dropout, with numbers for zeros and rows of one length"
 
     def _report(self, sizes: Mapping[str, int], reason: str) -> CheckReport:
@@ -299,7 +261,7 @@ class Checker:
         bucket.checked_sizes.add(sizes)
         expected, has_result = Expected(), False
         try:
-            expected.result, has_result = _call_here(bucket, [_unpadded(x) for x in leaves]), True
+            expected.result, has_result = _call_here(bucket.call, [_unpadded(x) for x in leaves]), True
         except RuleError as error:  # what the program does can't be captured; the call itself will say so
             expected.not_checked = summarize_error(error)
         except Exception as error:
@@ -358,11 +320,11 @@ class Checker:
         unit = unit_in_the_last_place([*self._state.tensors(), *leaves])
 
         def moved_run(direction: int) -> Observed | None:
-            return self._run_moved(bucket, leaves, expected.written, unit, direction, start)
+            return self._run_again(bucket, leaves, expected.written, unit, direction, start)
 
         return first_difference(got, expected.observed, unit, moved_run)
 
-    def _run_moved(
+    def _run_again(
         self,
         bucket: Bucket,
         leaves: Sequence[PyTree],
@@ -370,36 +332,59 @@ class Checker:
         unit: float,
         direction: int,
         start: Snapshot,
+        zeros: Collection[Tensor] | None = None,
+        padded: CallSpec | None = None,
     ) -> Observed | None:
-        """Run the plain program with parameters and arguments moved by a unit from the start; None if that raises.
+        """Run the program with other numbers from the start, and undo what it wrote; None if that raises.
 
-        The last direction is none: there it runs without TF32.
+        Args:
+            bucket: of the call.
+            leaves: the arguments.
+            written: the tensors that the program may have written to, by name.
+            unit: how far parameters, arguments and cotangents are moved, as a fraction of each.
+            direction: in which of `NOISE_RUNS`; the last is none: there it runs without TF32.
+            start: a snapshot of what the program starts from.
+            zeros: the tensors of the state to fill in a run aside, which has neither TF32 nor dropout.
+            padded: the spec of the call, for a run on padded arguments.
         """
-        is_last = direction == NOISE_RUNS - 1
+        is_aside, is_last = zeros is not None, direction == NOISE_RUNS - 1
         unit = 0.0 if is_last else unit
-        parameters = [t for t in self._state.tensors() if t.is_floating_point() or t.is_complex()]
-        before = self.snapshot(bucket, leaves, parameters)
+        parameters = [t for t in self._state.tensors() if unit and (t.is_floating_point() or t.is_complex())]
+        before = self.snapshot(bucket, leaves, [*parameters, *(zeros or ())])
         start.restore()
         try:
-            given = [_unpadded(x) for x in leaves]
+            call, given = bucket.call, [_unpadded(x) for x in leaves]
+            if padded is not None:
+                call, given = bucket.call_program, padded_leaves(leaves, padded, bucket.device)
             is_moved = [isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE) for x in given]
             given = [moved(x, unit, direction) if m else x for x, m in zip(given, is_moved, strict=True)]
-            with torch.no_grad(), autograd.without_version_bumps(parameters):
-                for t in parameters:
-                    if before.has_copy(t):
-                        t.copy_(moved(t, unit, direction))
-            with full_float32() if is_last else nullcontext():
-                return self._observe(_call_here(bucket, given), given, written, unit, direction)
-        except Exception:  # such as an assertion of the program's; rounding then stays unmeasured
+            with torch.no_grad(), autograd.without_version_bumps([*parameters, *(zeros or ())]):
+                for t in filter(before.has_copy, zeros or ()):
+                    t.copy_(filled(t))
+                for t in filter(before.has_copy, parameters):
+                    t.copy_(moved(t, unit, direction))
+            with (
+                full_float32() if is_aside or is_last else nullcontext(),
+                WithoutDropout() if is_aside else nullcontext(),
+            ):
+                result = _call_here(call, given)
+                observed = self._observe(result, given if padded is None else leaves, written, unit, direction)
+            return None if is_aside and before.has_drawn() else observed
+        except Exception:  # such as an assertion of the program's, which the call itself raises, too
             return None
         finally:
             before.restore()
 
 
-def _call_here(bucket: Bucket, leaves: Sequence[PyTree], call: Call | None = None) -> PyTree:
+def _is_ragged(spec: CallSpec) -> bool:
+    """Return whether a PaddedTensor of the caller's has rows of several lengths."""
+    return any(len(caller.shape) > 1 for caller in spec.caller_sizes)
+
+
+def _call_here(call: Call, leaves: Sequence[PyTree]) -> PyTree:
     """Call the program; a backward of its own runs on this thread, as `Snapshot` needs it."""
     with torch.autograd.set_multithreading_enabled(False):
-        result = (call or bucket.call)(leaves)
+        result = call(leaves)
     return plain_result(result, [x for x in leaves if isinstance(x, PaddedTensor)])
 
 

@@ -41,6 +41,41 @@ Observed: TypeAlias = dict[str, PyTree]
 """The values that a run computed, by name: copies of its results, of gradients, and of tensors that it wrote to."""
 
 
+@dataclass(frozen=True)
+class CheckReport:
+    """A bucketed call beside the plain program.
+
+    Args:
+        sizes: the call's true sizes, by Dim.
+        difference: the first difference; "" if there is none.
+        not_checked: the reason why nothing was compared; "" if it was.
+        lines: `file:line: message` for each line of the program that computed with a padded size, if they differ.
+
+    Example:
+        >>> import subtensors as st
+        >>> run = st.bucketed(lambda x: x.sum(1), {"x": {1: st.Dim("n", max=8, buckets=4)}})
+        >>> run.check(torch.ones(2, 3)).passed
+        True
+    """
+
+    sizes: Mapping[str, int]
+    difference: str = ""
+    not_checked: str = ""
+    lines: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True if the results were compared and agree."""
+        return not self.difference and not self.not_checked
+
+    def __str__(self) -> str:
+        at = ", ".join(f"{name}={size}" for name, size in self.sizes.items()) or "no Dim"
+        if self.not_checked:
+            return f"not checked at {at}: {self.not_checked}"
+        found = f"differs: {self.difference}" if self.difference else "passed: the same as the plain program"
+        return "\n".join([f"{found}, at {at}", *(f"  {line}" for line in self.lines)])
+
+
 def observe(
     result: PyTree,
     given: Sequence[PyTree],
@@ -104,12 +139,24 @@ def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
 
 
-def is_zero(x: PyTree) -> bool:
-    """Return whether a dense tensor of floats has elements, and all are zero."""
-    if not isinstance(x, Tensor) or isinstance(x, (PaddedTensor, ReleasedTensor)) or not x.is_floating_point():
+def all_zero(values: Mapping[int, PyTree]) -> dict[int, Tensor]:
+    """Return the dense tensors of floats that have elements, and all are zero; wait for each device once."""
+    found = {name: x for name, x in values.items() if isinstance(x, Tensor) and _can_be_read(x)}
+    are_any = {name: x.detach().any() for name, x in found.items()}
+    by_kind: dict[object, list[int]] = {}
+    for name, is_any in are_any.items():
+        by_kind.setdefault(is_any.device if type(is_any) is Tensor else name, []).append(name)
+    zeros: set[int] = set()
+    for names in by_kind.values():
+        each = torch.stack([are_any[name] for name in names]).tolist() if len(names) > 1 else [bool(are_any[names[0]])]
+        zeros.update(name for name, is_any in zip(names, each, strict=True) if not is_any)
+    return {name: x for name, x in found.items() if name in zeros}
+
+
+def _can_be_read(x: Tensor) -> bool:
+    if isinstance(x, (PaddedTensor, ReleasedTensor)) or not x.is_floating_point():
         return False
-    is_read = x.layout is torch.strided and not x.is_meta and x.itemsize > 1
-    return is_read and x.numel() > 0 and not bool(x.detach().any())
+    return x.layout is torch.strided and not x.is_meta and x.itemsize > 1 and x.numel() > 0
 
 
 def filled(t: Tensor) -> Tensor:

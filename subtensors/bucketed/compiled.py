@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch.ops.errors import SizeError
-from subtensors.dispatch.padded.true_sizes import RequiredSizes
+from subtensors.dispatch.padded.size_conditions import SizeConditions
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.torch_internals import compiler
 from subtensors.dispatch.torch_internals.compiler import CompiledGraph
@@ -45,7 +45,7 @@ class TraceableProgram(Protocol):
     spec: CallSpec
     device: torch.device
     written_inputs: set[int]
-    required_sizes: RequiredSizes
+    conditions: SizeConditions
 
     def inputs(self) -> list[Tensor]:
         """Return the static inputs."""
@@ -84,7 +84,6 @@ class CompileCache:
     def __init__(self, options: CompileOptions | None) -> None:
         self.options = options
         self.by_family: dict[BucketKey, CompiledCode] = {}
-        self._required_sizes: dict[BucketKey, RequiredSizes] = {}
         self._dropped_compilations = 0
 
     def code_for(self, bucket: P, make: Callable[[P, CompileOptions], C]) -> C | None:
@@ -99,8 +98,6 @@ class CompileCache:
         family = bucket.spec.family_key
         if family not in self.by_family:
             self.by_family[family] = make(bucket, self.options)
-            self._required_sizes[family] = bucket.required_sizes
-        bucket.required_sizes = self._required_sizes[family]
         return cast("C", self.by_family[family])
 
     @property
@@ -162,7 +159,7 @@ class SizePolymorphic(ABC, Generic[P, T]):
         """The trace that serves all buckets, if there is one."""
         self.trace_by_sizes: dict[tuple[int, ...], T] = {}
         """The traces that serve one bucket each, by its sizes."""
-        self._is_known = False
+        self._is_known, self._conditions = False, bucket.conditions
         if bucket.device.type == "cuda":
             compiler.start_compile_workers(options)
 
@@ -178,8 +175,9 @@ class SizePolymorphic(ABC, Generic[P, T]):
         """Return the trace that serves a bucket; make it if it is new."""
         if not self._is_known:
             self._is_known = True
-            self.shared_trace = self._trace_for_all(bucket)
+            self.shared_trace, self._conditions = self._trace_for_all(bucket), bucket.conditions
         if self.shared_trace is not None:
+            bucket.conditions = self._conditions
             return self.shared_trace
         sizes = bucket.spec.buckets
         if sizes not in self.trace_by_sizes:
@@ -198,6 +196,7 @@ class SizePolymorphic(ABC, Generic[P, T]):
             return self.trace(bucket, points)
         except NoTemplate as difference:
             _log.warning("compiled once per bucket: %s", difference)
+            bucket.conditions.clear()  # of these sizes
             return None
 
     def dynamic_dims(self, bucket: P) -> list[tuple[int, int]]:

@@ -176,7 +176,7 @@ class GraphCache:
         writes, active_bytes = Writes(self.state.guard.distinct_tensors), bucket.pool.active_bytes()
         self._capture(bucket)
         self._note_writes(writes)
-        if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.decided_otherwise(spec):
+        if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.unmet_condition(spec):
             bucket.no_graph_reason = ""
             return None
         self._note_captured(bucket)

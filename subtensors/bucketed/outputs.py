@@ -16,7 +16,8 @@ from subtensors.dispatch.ops.lazy_storage import realized
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.padded.size_conditions import HostSize
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.padded.autograd import unwrap_with_grad

@@ -1,12 +1,16 @@
-"""Reports of a runner: statistics, in numbers, words and a figure, and buckets that would fit better."""
+"""The outside of a runner: its program's attributes, and reports.
+
+Reports are statistics, in numbers, words and a figure, and buckets that would fit better.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from subtensors.arguments import whole_number
 from subtensors.bucketed.bucket import Bucket
@@ -14,14 +18,47 @@ from subtensors.bucketed.call_cache import CallCache
 from subtensors.bucketed.check import Checker
 from subtensors.bucketed.dim_spec import ArgumentDims
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import ModuleProxy
 from subtensors.bucketed.statistics import Fallbacks, Statistics
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.fit_buckets import fit_buckets
 from subtensors.sizes.plot_buckets import plot_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+Program: TypeAlias = Callable[..., PyTree]
+
+
+class ModuleProxy:
+    """An object with the attributes of `program` besides its own, such as a module's `parameters` and `eval`.
+
+    A method that returns the program, as `eval` does, returns the proxy instead.
+    """
+
+    program: Program
+
+    def __dir__(self) -> list[str]:
+        names = dir(vars(self).get("program"))
+        return sorted({*super().__dir__(), *(name for name in names if not name.startswith("__"))})
+
+    if not TYPE_CHECKING:  # so that mypy sees a wrong name of its own
+
+        def __getattr__(self, name: str) -> object:
+            program = vars(self).get("program")
+            if program is None or name.startswith("__") or not hasattr(program, name):
+                raise AttributeError(f"neither {type(self).__name__!r} nor its program has an attribute {name!r}")
+            found = getattr(program, name)
+            if getattr(found, "__self__", None) is not program:
+                return found
+
+            @functools.wraps(found)
+            def method(*args: object, **kwargs: object) -> object:
+                result = found(*args, **kwargs)
+                return self if result is program else result
+
+            return method
 
 
 class Reports(ModuleProxy):

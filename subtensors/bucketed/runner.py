@@ -48,15 +48,15 @@ from subtensors.bucketed.call_key import (
     sizes_sharing,
 )
 from subtensors.bucketed.call_spec import CallSpec, inside_program
-from subtensors.bucketed.check import Checker, CheckReport, Schedule
+from subtensors.bucketed.check import Checker, Schedule
+from subtensors.bucketed.compare_runs import CheckReport
 from subtensors.bucketed.compiled import CompileOptions
 from subtensors.bucketed.dim_spec import ArgumentDims, warmup_calls, with_progress
 from subtensors.bucketed.generation import Generation, prompt_dim
 from subtensors.bucketed.graph_cache import GraphCache
-from subtensors.bucketed.module_proxy import Program
 from subtensors.bucketed.outputs import run_at_true_sizes
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.reports import Reports
+from subtensors.bucketed.reports import Program, Reports
 from subtensors.bucketed.side_effects import Snapshot, rolled_back
 from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
@@ -132,7 +132,9 @@ class Bucketed(Reports, Generic[P, R]):
             if cached.reason:
                 return self._fall_back(cached.reason, cached.error, args, kwargs)  # type: ignore[no-any-return]
             if (cached.calls <= 2 or self.checker.every) and not self._is_settled and self.checker.is_due(cached):
-                return self._answer_and_check(cached, leaves, args, kwargs)[0]  # type: ignore[no-any-return]
+                result = self._answer_and_check(cached, leaves, args, kwargs)[0]
+                if cached.bucket is None or not cached.bucket.has_no_answer:
+                    return result  # type: ignore[no-any-return]
             return self._answer(cached, leaves, args, kwargs)  # type: ignore[no-any-return]
 
     def _answer_and_check(
@@ -140,10 +142,7 @@ class Bucketed(Reports, Generic[P, R]):
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer."""
         self.state.guard.check_resident()
-
-        def fall_back(reason: str, error: Exception | None = None) -> PyTree:
-            return self._fall_back(reason, error, args, kwargs)
-
+        fall_back = functools.partial(self._fall_back, args=args, kwargs=kwargs)
         answer = functools.partial(self._answer, cached, leaves, args, kwargs)
         return self.checker.answer_and_check(cached, leaves, answer, fall_back)
 
@@ -161,10 +160,10 @@ class Bucketed(Reports, Generic[P, R]):
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
-        is_new = bucket.required_sizes.found and cached.outputs is not bucket.outputs
-        unmet = bucket.required_sizes.unmet(spec.host) if is_new else ""
-        otherwise = unmet or cached.decided_otherwise(bucket, spec)
-        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or otherwise:
+        unmet = cached.unmet_condition(bucket, spec) if bucket.conditions.found else ""
+        if bucket.has_no_answer:
+            raise RuleError(f"{self.name} has no right answer for a ragged batch: {bucket.no_graph_reason}")
+        if reason := bucket.no_graph_reason or self.graph_cache.no_graph_reason or unmet:
             return self._fall_back(reason, None, args, kwargs)
         self.state.guard.check_resident()
         requires_grad = isinstance(bucket, TrainedBucket)
@@ -172,17 +171,16 @@ class Bucketed(Reports, Generic[P, R]):
         checks_first = has_side_effects and not self._is_settled
         if checks_first and (change := self.state.guard.first_change()):
             self.graph_cache.drop_stale(change)
-            if self.graph_cache.no_graph_reason:
-                return self._fall_back(self.graph_cache.no_graph_reason, None, args, kwargs)
-        if not bucket.is_captured:
-            if self.on_miss != "capture" and not bucket.needs_recapture:
-                reason = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
-                return self._fall_back(reason, None, args, kwargs)
-            if requires_grad and autograd.has_saved_tensor_hooks():
-                reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
-                return self._fall_back(reason, None, args, kwargs)
+            return self._answer(cached, leaves, args, kwargs)
+        if bucket.is_captured:
+            reason = bucket.no_replay_reason(leaves)
+        elif self.on_miss != "capture" and not bucket.needs_recapture:
+            reason = f"a size has no graph yet: on_miss={self.on_miss!r} leaves that to warmup()"
+        elif requires_grad and autograd.has_saved_tensor_hooks():
+            reason = "saved-tensor hooks, such as a checkpoint's, take what would be captured"
+        else:
             return self._first_call(cached, leaves, args, kwargs)
-        if reason := bucket.no_replay_reason(leaves):
+        if reason:
             return self._fall_back(reason, None, args, kwargs)
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
@@ -238,27 +236,26 @@ class Bucketed(Reports, Generic[P, R]):
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
-        raised: Exception | None = None
         try:
             result = self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # whatever a program says of padded tensors
             raised = error
-        if raised is not None:
-            if bucket.is_allocated:
-                bucket.drop()
-            if reason := cached.decided_otherwise(bucket, spec):
-                return self._fall_back(reason, None, args, kwargs)
-            bucket.no_graph_reason = summarize_error(raised)
-            try:
-                return self._fall_back(bucket.no_graph_reason, raised, args, kwargs)
-            except Exception:
-                if not self.fallbacks.are_errors:  # an error of the program's own says nothing of padding
-                    bucket.no_graph_reason = ""
-                raise
-        bucket.count_call(cached.elements, is_hit=False)
-        if bucket.no_graph_reason:
-            self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
-        return result
+        else:
+            bucket.count_call(cached.elements, is_hit=False)
+            if bucket.no_graph_reason:
+                self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
+            return result
+        if bucket.is_allocated:
+            bucket.drop()
+        if reason := bucket.unmet_condition(spec):
+            return self._fall_back(reason, None, args, kwargs)
+        bucket.no_graph_reason = summarize_error(raised)
+        try:
+            return self._fall_back(bucket.no_graph_reason, raised, args, kwargs)
+        except Exception:
+            if not self.fallbacks.are_errors:  # an error of the program's own says nothing of padding
+                bucket.no_graph_reason = ""
+            raise
 
     def warmup(self, *args: PyTree, progress: bool = True, **kwargs: PyTree) -> Bucketed[P, R]:
         """Capture the graphs of all buckets before the first request, the largest first.

@@ -166,7 +166,7 @@ class TrainedBucket(Bucket):
 
     def first_run(self, state: State, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
-        padded = padded_leaves(leaves, spec, self.device, self.decisions)
+        padded = padded_leaves(leaves, spec, self.device)
         copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
         state_writes, steps = Writes(state.guard.distinct_tensors), TrainingDetector(state)
         input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)

@@ -24,7 +24,8 @@ from subtensors.dispatch.ops.plain_types import MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue, unpadded_value
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes
+from subtensors.dispatch.padded.size_conditions import HostSize
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_on_host, size_symbol
 from subtensors.dispatch.torch_internals import dynamo_rules

@@ -18,7 +18,8 @@ from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.lazy_storage import realized
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.padded.padded_value import Number, PaddedValue
-from subtensors.dispatch.padded.true_sizes import HostSize, TrueSizes, rows_symbol
+from subtensors.dispatch.padded.size_conditions import HostSize
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo

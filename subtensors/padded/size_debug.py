@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_size import DecidingSize, PaddedSize, find_sizes, text_of
 from subtensors.dispatch.padded.positions import checked_bounds
+from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import Size, multiplied
@@ -281,7 +282,7 @@ def shape_of(x: PaddedTensor) -> torch.Size:
             return shape
         if active_modes:
             numbers[d] = WatchedSize.of(shape[d], size, sizes, f"dim {d} (true size {text})")
-        elif sizes.decisions is not None:
+        elif noting.into is not None:
             numbers[d] = DecidingSize(shape[d], size, sizes)
         else:
             # As its constructor does, without the call: models read many shapes.
@@ -302,7 +303,7 @@ def numel_of(x: PaddedTensor, bucket: int) -> int:
     size = multiplied(*map(size_of, x._dims))
     if active_modes:
         return WatchedSize.of(bucket, size, sizes, "all dims")
-    return (PaddedSize if sizes.decisions is None else DecidingSize)(bucket, size, sizes)
+    return (PaddedSize if noting.into is None else DecidingSize)(bucket, size, sizes)
 
 
 @functools.lru_cache(4096)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subtensors as st
+from subtensors.bucketed.compare_runs import all_zero
 
 SEQ = st.Dim("n", max=64, buckets=[8, 16])
 DIMS = {"x": {1: SEQ}}
@@ -69,18 +68,39 @@ def test_a_program_with_dropout_that_is_right_keeps_its_buckets(
     assert not caplog.messages
 
 
+def ragged(device: str, *lengths: int) -> Tensor:
+    return st.pad([rows(n, device)[0] for n in lengths], {0: SEQ})
+
+
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize(
-    ("program", "is_right"), [(mean_over_the_bucket, False), (lambda x: x.mean(1) / x.shape[0], True)]
-)
-def test_a_ragged_batch_of_a_program_that_computes_with_the_buckets_size_has_no_graph(
-    program: Callable[[Tensor], Tensor], is_right: bool, device: str
+def test_a_ragged_batch_of_a_program_that_is_right_has_a_graph(device: str) -> None:
+    run = st.bucketed(lambda x: x.mean(1) / x.shape[0], DIMS)
+    for lengths in ((2, 5), (2, 5), (7, 1)):
+        want = torch.stack([rows(n, device)[0].mean(0) / 2 for n in lengths])
+        torch.testing.assert_close(run(ragged(device, *lengths)), want)
+    assert not run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_ragged_batch_of_a_program_that_computes_with_the_buckets_size_is_an_error_with_the_line(
+    training: bool, device: str
 ) -> None:
-    x = st.pad([rows(n, device)[0] for n in (2, 5)], {0: SEQ})
-    run = st.bucketed(program, DIMS)
-    for _ in range(3):
-        assert run(x).shape == (2, 4)
-    assert any("differ from the program's: result differs by" in reason for reason in run.stats().fallbacks) != is_right
+    run = st.bucketed(mean_over_the_bucket, DIMS)
+    line = f"{__file__}:{mean_over_the_bucket.__code__.co_firstlineno + 1}: Python arithmetic with 8, the bucket"
+    with torch.set_grad_enabled(training):
+        for lengths in ((2, 5), (2, 5), (7, 1)):
+            with pytest.raises(st.RuleError, match="has no right answer for a ragged batch: ") as raised:
+                run(ragged(device, *lengths))
+            assert line in str(raised.value)
+        report = run.check(ragged(device, 3, 4))
+        assert not report.passed
+        assert line in report.lines[0]
+        run.release()
+        with pytest.raises(st.RuleError, match="has no right answer for a ragged batch"):
+            run(ragged(device, 2, 5))
+        x = rows(5, device)
+        torch.testing.assert_close(run(x), mean_over_the_bucket(x))
 
 
 @pytest.mark.usefixtures("captured")
@@ -107,6 +127,52 @@ def test_zeros_hide_no_size_of_the_bucket_from_a_check(hides: str, device: str) 
         net.gate.fill_(2)
         for n in (5, 7):
             torch.testing.assert_close(run(rows(n, device)), net(rows(n, device)))
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("first", [7, 8])
+def test_what_zeros_hide_is_seen_by_the_first_bucket_with_padding_for_all(first: int, device: str) -> None:
+    gate = nn.Parameter(torch.zeros(4, dtype=torch.float64, device=device))
+    runs = 0
+
+    def right(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return x.amax(1) + gate * x.mean(1)
+
+    def wrong(x: Tensor) -> Tensor:
+        return x.amax(1) + gate * x.sum(1) * (1 / x.shape[1])
+
+    with torch.no_grad():
+        counts = []
+        run = st.bucketed(right, {"x": {1: st.Dim("n", max=64, buckets=[8, 16, 32, 64])}})
+        for n in (8, 15, 31, 63):  # each the first call of its bucket, the first without padding
+            before = runs
+            run(rows(n, device))
+            counts.append(runs - before)
+        assert counts[1] - counts[2] == 2
+        assert counts[2] == counts[3]
+        run = st.bucketed(wrong, DIMS)
+        for n in (first, 15):
+            run(rows(n, device))
+        gate.fill_(2.0)
+        for n in (6, 14):
+            torch.testing.assert_close(run(rows(n, device)), wrong(rows(n, device)))
+
+
+def test_zeros_are_found_among_dense_floats(device: str) -> None:
+    kinds = [
+        torch.zeros(3, device=device),
+        torch.tensor([0.0, -0.0], dtype=torch.float64, device=device),
+        torch.tensor([0.0, torch.nan], device=device),
+        torch.zeros(0, device=device),
+        torch.zeros(2, dtype=torch.int64, device=device),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2).to_sparse(),
+        nn.Parameter(torch.zeros(2, 2)),
+        3,
+    ]
+    assert [*all_zero(dict(enumerate(kinds)))] == [0, 1, 7]
 
 
 def test_zeros_of_a_program_that_is_right_cost_no_bucket(device: str) -> None:

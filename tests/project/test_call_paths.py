@@ -1,4 +1,4 @@
-"""A second call passes few files, and those that the page on the design lists."""
+"""A second call passes few files, and those that the page on the design lists: on a CPU but for those named here."""
 
 from __future__ import annotations
 
@@ -57,6 +57,26 @@ STORIES = {
     "`run(x)`, bucketed": bucketed_call,
 }
 
+OTHERWISE_ON_A_CPU: dict[str, set[str]] = {
+    "`x.median(0)`, padded": set(),
+    "`opt.step()`": {
+        # torch code in place of a kernel
+        "dispatch/fused/executors.py",
+        "dispatch/fused/torch_executor.py",
+        "dispatch/torch_internals/memory.py",
+        "dispatch/fused/triton_executor.py",
+        "kernels/runtime/launcher.py",
+        "kernels/fused/launch.py",
+    },
+    "chunked loss and its backward": {
+        # sums of rows in torch code, and no launch
+        "kernels/cross_entropy/row_sums.py",
+        "kernels/runtime/launcher.py",
+    },
+    "`run(x)`, bucketed": {"dispatch/graphs/pool.py"},
+}
+"""The files by which a call on a CPU, of a graph that is pretended, differs from the page's."""
+
 
 def files_of_second_call(call: Callable[[], object]) -> list[str]:
     """The library's files in which a further call runs Python, in order."""
@@ -109,5 +129,4 @@ def test_a_second_call_passes_the_files_that_the_page_lists(title: str, monkeypa
     with torch.no_grad() if "bucketed" in title else torch.enable_grad():
         passed = files_of_second_call(STORIES[title]())
     assert 8 < len(passed) <= MAX_FILES
-    if CUDA:
-        assert sorted(passed) == sorted(listed()[title])
+    assert {*passed} ^ {*listed()[title]} == (set() if CUDA else OTHERWISE_ON_A_CPU[title])
