@@ -29,6 +29,7 @@ from subtensors.dispatch.padded.padded_size import (
 )  # fmt: skip
 from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
 from subtensors.dispatch.padded.positions import take_range
+from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.sizes.expressions import Size, added, floor_divided, largest, multiplied, sliced, smallest
@@ -169,8 +170,10 @@ def narrow(call: PaddedCall, x: PaddedValue, dim: int, start: int, length: int) 
     if not is_sized and start + length == (x.shape[d] if start >= 0 else 0):
         return apply(aten.slice.Tensor, x, d, start, None)
     at, count, size = true_expression(start), true_expression(length), prefix_size(x, d)
-    if is_sized and least(at, sizes) < 0:
-        raise UnsupportedCall("its start counts from the end")
+    if is_sized and noting.into is None and not (sizes is not None and sizes.known_on_host) and least(at, sizes) < 0:
+        raise UnsupportedCall("its start may count from the end")
+    if is_sized:
+        require_size(call, sizes, at, 0)
     require_size(call, sizes, count, 0)
     require_size(call, sizes, added(size if start >= 0 else 0, multiplied(-1, at), multiplied(-1, count)), 0)
     if start < 0:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import _python_dispatch
 
 from subtensors.dispatch.torch_internals.requires import requires
 
@@ -63,6 +64,18 @@ def restored_autocast(keys: Keys) -> AbstractContextManager[object]:
 def without_modes() -> AbstractContextManager[object]:
     """Return a context in which ops go past every mode and subclass, to torch's own kernels. Checked on 2.11, 2.13."""
     return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined]
+
+
+@requires("torch.utils._python_dispatch._get_current_dispatch_mode_stack", otherwise=lambda: False)
+def has_dispatch_mode() -> bool:
+    """Return whether a dispatch mode is active, other than those of torch's own tracing. Checked on 2.13."""
+    return any(not mode.is_infra_mode() for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
+@requires("torch.utils._python_dispatch._disable_current_modes")
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Return a context without dispatch modes, in which subclasses still see their ops. Checked on 2.13."""
+    return _python_dispatch._disable_current_modes()
 
 
 @requires("torch._C._AutoDispatchBelowAutograd")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.chunked.lazy_tensor import (
     AliasRef,
@@ -41,6 +43,7 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
 from subtensors.dispatch.torch_internals.autograd import is_transformed
+from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode, without_dispatch_modes
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 aten = torch.ops.aten
@@ -84,7 +87,8 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
 
     inner_args, inner_kwargs = tree_map((args, kwargs), lower)
     writes = {key: alias_ref(x).writes for key, x in users.items()}
-    with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass():
+    records_first = _RecordsFirst(kind) if has_dispatch_mode() else nullcontext()
+    with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass(), records_first:
         out = func(*inner_args, **inner_kwargs)
     for key, x in users.items():
         if alias_ref(x).writes != writes[key]:
@@ -103,6 +107,28 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
         return kind.result_of(x._ref.value) if is_plain else user_tensor(kind, x._ref)
 
     return tree_map(out, lift)
+
+
+class _RecordsFirst(TorchDispatchMode):
+    """A mode around which other modes see no op on lazy tensors: they see the ops of each chunk instead.
+
+    Args:
+        kind: the type of the lazy tensors.
+    """
+
+    def __init__(self, kind: type[LazyTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        kwargs = kwargs or {}
+        if not any(issubclass(t, LazyTensor) for t in types):
+            return func(*args, **kwargs)
+        # A number is read of the chunks' results, which is computed here.
+        with nullcontext() if func is aten._local_scalar_dense.default else without_dispatch_modes():
+            return handle_torch_dispatch(self._kind, func, args, kwargs)
 
 
 def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,6 +99,53 @@ def test_a_dispatch_mode_sees_the_ops_of_chunks(model: Model) -> None:
         found = gradients(model, x)
     torch.testing.assert_close(found, expected)
     assert names.seen & {"mm", "addmm", "addmm_", "_addmm_activation"}
+
+
+class Doubled(TorchDispatchMode):
+    """Double what some ops return."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.calls = names, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in self.names:
+            return out
+        self.calls += 1
+        return out * 2
+
+
+WEIGHT = torch.randn(8, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+SCALED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum": lambda h: h.tanh().sum(),
+    "a product": lambda h: (h @ WEIGHT).square().sum(0),
+    "rows": lambda h: h.tanh() * h,
+    "a loss of logits": lambda h: F.cross_entropy((h @ WEIGHT).tanh(), torch.arange(17)),
+    "a linear layer": lambda h: F.linear(h.tanh(), WEIGHT.T).square().mean(),
+    "a number": lambda h: h.tanh().sum().item() * h.tanh().sum(),
+    "an op on plain operands": lambda h: (h * WEIGHT[:1, :8].tanh()).tanh().sum(),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 17])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_dispatch_mode_that_changes_results_changes_them_once(name: str, grad: bool, rows: int) -> None:
+    found, calls = [], []
+    for chunks in (False, True):
+        x = torch.linspace(-1, 1, 17 * 8, dtype=torch.float64).view(17, 8).requires_grad_()
+        with torch.set_grad_enabled(grad), Doubled("tanh", "mm") as mode:
+            out = SCALED[name](st.chunk(x, rows=rows) if chunks else x)
+            out = out.realize() if isinstance(out, st.ChunkedTensor) else out
+            gradient = torch.autograd.grad(out.sum(), x)[0] if grad else None
+        found.append((out.detach(), gradient))
+        calls.append(mode.calls)
+    torch.testing.assert_close(*found)
+    assert calls[0] > 0
+    if rows == 17 and not grad:
+        assert calls[0] == calls[1]
 
 
 def test_hooks_of_parameters_modules_and_saved_tensors_run(model: Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,3 +163,41 @@ def test_a_leaf_that_is_frozen_or_trained_later_stays_as_it_was_recorded(ask: As
     changed.requires_grad_()
     loss.backward()  # type: ignore[no-untyped-call]
     assert changed.grad is not None
+
+
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "x.data": lambda t: t.data.mul_(2),
+    "x.numpy()": lambda t: np.multiply(t.detach().numpy(), 2, out=t.detach().numpy()),
+    "torch.from_numpy": lambda t: torch.from_numpy(t.detach().numpy()).mul_(2),
+    "DLPack": lambda t: torch.from_dlpack(t.detach()).mul_(2),
+}
+"""Writes that torch does not count."""
+
+
+def logits_and_gradients(h: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    logits = F.linear(h, weight)
+    loss = F.cross_entropy(logits, target)
+    return [logits.detach(), loss.detach(), *torch.autograd.grad(loss, [h, weight])]
+
+
+@pytest.mark.parametrize("written", ["hidden states", "weight"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_write_that_torch_does_not_count_is_read_by_what_is_still_recorded(name: str, written: str) -> None:
+    def operands() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((17, 8), (23, 8))
+        return [torch.randn(size, dtype=torch.float64, generator=generator).requires_grad_() for size in sizes]
+
+    (h, weight), target = operands(), torch.arange(17)
+    old = logits_and_gradients(*operands(), target)
+    logits = F.linear(st.chunk(h, rows=5), weight)
+    loss = F.cross_entropy(F.linear(st.chunk(h, rows=5), weight), target)
+    kept = F.linear(st.chunk(h, rows=5), weight).realize()
+    kept_loss = F.cross_entropy(F.linear(st.chunk(h, rows=5), weight), target)
+    kept_value = kept_loss.realize().detach()
+    UNSEEN[name](h if written == "hidden states" else weight)
+    new = logits_and_gradients(h, weight, target)
+    assert not torch.allclose(new[1], old[1])
+    found = [logits.realize().detach(), loss.detach(), *torch.autograd.grad(loss, [h, weight])]
+    torch.testing.assert_close(found, new)
+    torch.testing.assert_close([kept.detach(), kept_value], old[:2])

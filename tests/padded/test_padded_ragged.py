@@ -169,6 +169,31 @@ def test_each_row_of_a_ragged_batch_is_as_alone_by_rule(name: str) -> None:
             torch.testing.assert_close(torch.autograd.grad(actual, rows, cotangents), wanted)
 
 
+def test_narrow_takes_a_start_that_is_made_of_a_size() -> None:
+    rows = [torch.arange(n) for n in (3, 5, 2)]
+    x = st.pad(rows, {0: SEQ})
+    narrowed = x.narrow(1, x.shape[1] - 2, 2).unpad()
+    assert [row.tolist() for row in narrowed] == [row.narrow(0, len(row) - 2, 2).tolist() for row in rows]
+    with pytest.raises(st.RuleError, match=r"a size of .* - 3 is below 0"):
+        x.narrow(1, x.shape[1] - 3, 1)  # in the row of 2 it would count from the end
+    y = st.pad(torch.arange(10).view(2, 5), {1: SEQ})
+    for back, length in ((2, 2), (5, 3), (7, 1)):  # beyond the size it counts from the end, as in torch
+        out = y.narrow(1, y.shape[1] - back, length)
+        out = out.unpad() if isinstance(out, st.PaddedTensor) else out
+        assert out.tolist() == torch.arange(10).view(2, 5).narrow(1, 5 - back, length).tolist()
+
+
+@pytest.mark.parametrize("order", [(5, 7, 3, 2, 1), (1, 2, 6)])
+def test_a_graph_narrows_from_a_size_only_where_that_does_not_count_from_the_end(order: tuple[int, ...]) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x.narrow(1, x.shape[1] - 2, 1).sum(1)
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, check=False)
+    for n in order:
+        x = torch.rand(2, n)
+        assert torch.equal(run(x), program(x))
+
+
 def check_compiled(name: str) -> None:
     torch.compiler.reset()
     program = PROGRAMS[name]
