@@ -83,14 +83,16 @@ def infer(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
     except TypeError:  # an unhashable argument
         return _infer(op, spec, metas)
     if found is None:
+        found = _infer(op, spec, metas)
         if len(_inferred) >= MAX_INFERRED_CALLS:
             _inferred.clear()
-        found = _inferred[key] = _infer(op, spec, metas)
+        if all(type(meta) is Tensor for meta in tree_tensors(found)):  # fake ones belong to their mode
+            _inferred[key] = found
     return found
 
 
 def _metadata_key(x: object) -> tuple[object, ...]:
-    # By type: the results of fake tensors are fake ones, which no other call may meet.
+    # By type: results of fake tensors are fake.
     return (type(x), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import subtensors as st
+from subtensors.chunked.record_call import fallbacks
 
 
 class Model(nn.Module):
@@ -213,3 +214,14 @@ def test_a_program_of_fake_tensors_leaves_nothing_to_later_ones() -> None:
         assert type(h := nn.Tanh()(st.chunk(torch.ones(6, 4), chunks=3))) is st.ChunkedTensor
         assert type(h._ref.value.meta) is Tensor
         torch.testing.assert_close(result(torch.ones(6, 4)), expected)
+
+
+def test_what_is_recorded_under_one_fake_mode_is_no_part_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(4, 3)
+    fallbacks.clear()
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            h = torch.ones(6, 4) * torch.ones(6, 4)
+            assert isinstance(torch.addmm(layer.bias, st.chunk(h, rows=2), layer.weight.T).exp().mean(), FakeTensor)
+    assert not fallbacks
+    assert not caplog.messages
