@@ -185,7 +185,9 @@ class Checker:
             return refuse(difference)
         result = answer()
         ran_padded = bucket.statistics.calls > calls
-        if reason := expected.not_checked or bucket.no_graph_reason * (not ran_padded):
+        if reason := expected.not_checked or (bucket.no_graph_reason or bucket.unmet_condition(spec)) * (
+            not ran_padded
+        ):
             return result, self._report(sizes, reason)
         difference = self._compare(bucket, leaves, expected, result, before)
         if not difference and not (isinstance(bucket, TrainedBucket) and bucket.is_differentiable):

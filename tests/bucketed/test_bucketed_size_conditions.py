@@ -64,3 +64,16 @@ def test_a_comparison_with_both_outcomes_is_no_condition() -> None:
     for outcome in (True, False, True):
         conditions.note(SizeCondition(n, "__eq__", 8), outcome)
     assert not conditions.found
+
+
+def test_a_call_that_an_op_keeps_from_its_bucket_can_be_differentiated() -> None:
+    weight = torch.ones((), requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        return x.narrow(1, x.shape[1] - 2, 1).sum(1) * weight  # at a size of 1 the start counts from the end
+
+    run = st.bucketed(program, {"x": {1: N}})
+    for n in (1, 1, 5, 1, 7):
+        x = torch.rand(2, n)
+        found, expected = (torch.autograd.grad(call(x).sum(), weight)[0] for call in (run, program))
+        torch.testing.assert_close(found, expected)
