@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -175,7 +176,7 @@ PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
 
 
 class DecidingSize(PaddedSize):
-    """A padded size of a bucketed program's run, which notes what a comparison with a number decides."""
+    """A padded size of a bucketed program's run, which notes what a comparison decides, and where it is a number."""
 
     def __bool__(self) -> bool:
         """Return whether the bucket's number is not zero."""
@@ -183,10 +184,31 @@ class DecidingSize(PaddedSize):
 
     def _noted(self, name: str, other: float, outcome: bool) -> bool:
         """Note a comparison of the program, at two frames from here; return its outcome."""
-        caller = str(sys._getframe(2).f_globals.get("__name__"))
-        if noting.into is not None and not caller.startswith("subtensors."):
+        if noting.into is not None and not _is_library(sys._getframe(2)):
             noting.into.note(SizeCondition(self.size, name, other), outcome)
         return outcome
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("subtensors.")
+
+
+def _read(name: str) -> Callable[..., object]:
+    """Return the method of padded sizes with this name, which notes that a program got a plain number or text."""
+    plain: Callable[..., object] = getattr(PaddedSize, name)
+    is_linear = name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
+
+    def method(self: DecidingSize, *others: object) -> object:
+        out = plain(self, *others)
+        # Of a float, `NotImplemented`: it answers itself, by the bucket's number.
+        is_plain = not isinstance(out, PaddedSize) and (out is not NotImplemented or isinstance(others[0], float))
+        # A sum with an integer that is no padded size is the same at all true sizes.
+        if is_plain and noting.into is not None and not _is_library(sys._getframe(1)):
+            noting.into.is_number_read |= not (is_linear and isinstance(others[0], int))
+        return out
+
+    method.__name__ = name
+    return method
 
 
 def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
@@ -205,6 +227,9 @@ def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
 
 for _name in COMPARISONS:
     setattr(DecidingSize, _name, _deciding(_name))
+for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand or
+    ror xor rxor lshift rlshift rshift rrshift int float round trunc floor ceil invert repr format""".split():
+    setattr(DecidingSize, f"__{_name}__", _read(f"__{_name}__"))
 DecidingSize.__hash__ = int.__hash__  # type: ignore[assignment]
 PADDED_SIZES = frozenset([PaddedSize, DecidingSize])
 """The types of padded sizes whose calls may be remembered."""

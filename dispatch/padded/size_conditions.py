@@ -81,6 +81,8 @@ class SizeConditions:
     def __init__(self) -> None:
         self.found: dict[SizeCondition, bool] = {}
         """The outcome of each condition."""
+        self.is_number_read = False
+        """True if a size was read as a plain number, of which Python may make anything: each true size has its own."""
         self._makes_no_difference: set[SizeCondition] = set()
 
     @contextmanager
@@ -102,6 +104,7 @@ class SizeConditions:
 
     def clear(self) -> None:
         """Forget all conditions."""
+        self.is_number_read = False
         self.found.clear()
         self._makes_no_difference.clear()
 

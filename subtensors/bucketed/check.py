@@ -121,7 +121,7 @@ class Checker:
 
         A bucket's first call is, the first one at a second true size, and those at a true size of 0 or 1: what depends
         on the true size shows at two of them, and sizes of 0 and 1 are broadcast. So is one at a true size that decides
-        a branch otherwise than the bucket does.
+        a branch otherwise than the bucket does, and that at any new one where Python got a size as a plain number.
         """
         bucket, spec = call.bucket, call.spec
         if self._schedule is False or bucket is None or spec is None or bucket.no_graph_reason:
@@ -136,7 +136,7 @@ class Checker:
         if spec.true_sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
-        return is_early or bool(bucket.conditions.unmet(spec.host))
+        return is_early or bucket.conditions.is_number_read or bool(bucket.conditions.unmet(spec.host))
 
     def answer_and_check(
         self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
@@ -217,7 +217,8 @@ class Checker:
         own = {-1 - i: x for i, x in enumerate(leaves) if not isinstance(x, READ_IN_PLACE)}
         named = own | {id(t): t for t in self._state.tensors()}
         zeros = all_zero({name: x for name, x in named.items() if name not in shown})
-        is_alone = (not_checked == DRAWS or _is_ragged(spec)) and bucket not in self._compared_aside
+        needs_run = bucket not in self._compared_aside or bucket.conditions.is_number_read
+        is_alone = (not_checked == DRAWS or _is_ragged(spec)) and needs_run
         if not zeros and not is_alone:
             return ""
         given = uniform_batches(filled(x) if -1 - i in zeros else x for i, x in enumerate(leaves))
@@ -228,6 +229,8 @@ class Checker:
 
         expected, got = run(), run(padded=spec)
         found = ""
+        if expected is None and not_checked == DRAWS and bucket.conditions.is_number_read:
+            return "it takes a padded size as a number, and draws random numbers: nothing shows what that does"
         if expected is not None and got is not None:
             unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
             found = first_difference(got, expected, unit, lambda direction: run(unit, direction))
@@ -242,10 +245,11 @@ class Checker:
         return CheckReport(sizes, not_checked=reason)
 
     def snapshot(self, bucket: Bucket, leaves: Sequence[PyTree], extra: Iterable[Tensor] = ()) -> Snapshot:
-        """Return a snapshot of what a call may write to: the state, tensors and objects among the arguments."""
+        """Return a snapshot of what a call may write to: the state, modules, tensors and objects among the arguments."""
         given = [dense_of(x) for x in leaves if isinstance(x, Tensor)]
         others = [x for x in leaves if not isinstance(x, Tensor)]
-        undo, own = [ObjectSnapshot(others).restore], generators_in(others)
+        modules = [module for root in self._state.guard.roots for module in root.modules()]
+        undo, own = [ObjectSnapshot([*others, *modules]).restore], generators_in(others)
         tensors = [*extra, *given, *callers_tensors(others)]
         return Snapshot(self._state, [bucket.device], [], tensors, undo, own)
 

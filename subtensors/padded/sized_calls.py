@@ -27,6 +27,7 @@ from subtensors.dispatch.padded.padded_size import (
     true_expression,
 )
 from subtensors.dispatch.padded.padded_value import PaddedValue
+from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.spatial import resampled
 from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
@@ -217,7 +218,15 @@ class SizedPlainCalls(TorchFunctionMode):
                 found = NotImplemented
             if found is not NotImplemented:
                 return found
+            _note_number()
+        elif func is Tensor.__len__:
+            _note_number()
         return func(*args, **kwargs)
+
+
+def _note_number() -> None:
+    if noting.into is not None:
+        noting.into.is_number_read = True
 
 
 def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
