@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -48,6 +49,9 @@ def attributes_of(x: object) -> Attributes:
     return slots_of(x) | getattr(x, "__dict__", {})
 
 
+_CONTAINERS = (dict, OrderedDict, list)  # a module's hooks are in the second
+
+
 class ObjectSnapshot:
     """A snapshot of the attributes of some objects, and of the contents of the lists and dicts among these.
 
@@ -67,14 +71,14 @@ class ObjectSnapshot:
             attributes = attributes_of(x)
             self._before.append((type(x).__name__, x, attributes))
             for part in attributes.values():
-                if isinstance(part, (dict, list)) and type(part) in (dict, list):
+                if isinstance(part, (dict, list)) and type(part) in _CONTAINERS:
                     self._before.append((type(x).__name__, part, part.copy()))
 
     def restore(self) -> str:
         """Undo what was written since the snapshot; return the class name of the first changed object, "" if none."""
         written = ""
         for name, part, before in self._before:
-            is_container = type(part) in (dict, list)
+            is_container = type(part) in _CONTAINERS
             if _is_same(part if is_container else attributes_of(part), before):
                 continue
             written = written or name
