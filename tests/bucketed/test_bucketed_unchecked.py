@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -185,3 +188,112 @@ def test_zeros_of_a_program_that_is_right_cost_no_bucket(device: str) -> None:
     assert (run.stats().checked, run.stats().hits) == (2, 2)
     assert not run.stats().fallbacks
     torch.testing.assert_close(dict(net.state_dict()), before, rtol=0, atol=0)
+
+
+def share_of_the_bucket(x: Tensor) -> Tensor:
+    return x.topk(max(1, int(x.shape[1] * 0.1)), 1).values.sum(1)
+
+
+def more_beyond_a_length(x: Tensor) -> Tensor:
+    return x.sum(1) * 2 if len(x[0]) > 12 else x.sum(1)
+
+
+def root_of_the_bucket(x: Tensor) -> Tensor:
+    return x.clamp(min=0).sum(1) / math.sqrt(x.shape[1])
+
+
+def by_text(x: Tensor) -> Tensor:
+    return x.sum(1) * (2 if f"{x.shape[1]}" == "20" else 1)
+
+
+def halves_of_the_bucket(x: Tensor) -> Tensor:
+    return x.sum(1) * round(x.shape[1] / 4)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("zeros", [0, 2])
+@pytest.mark.parametrize(
+    "program", [share_of_the_bucket, more_beyond_a_length, root_of_the_bucket, by_text, halves_of_the_bucket]
+)
+def test_each_new_true_size_of_a_program_that_reads_it_as_a_number_is_checked(
+    program: Callable[[Tensor], Tensor], zeros: int, device: str
+) -> None:
+    run = st.bucketed(program, {"x": {1: st.Dim("n", max=64, buckets=[32])}})
+    for i, n in enumerate((32, 31, 9, 20, 31)):
+        x = rows(n, device) * (i >= zeros)  # the first calls may hide what the size does
+        torch.testing.assert_close(run(x), program(x))
+    assert run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("order", [(8, 5, 6), (7, 5, 6), (5, 8, 5)])
+def test_dropout_in_a_full_first_batch_hides_no_number(order: tuple[int, ...], device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5).sum(1) * 0 + x.sum(1) / math.sqrt(x.shape[1])
+
+    run = st.bucketed(program, DIMS)
+    for n in order:
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+
+
+def drawn_positions(x: Tensor) -> Tensor:
+    return x[:, torch.randint(0, x.shape[1], (100,), device=x.device)].ne(0).double().mean((1, 2))
+
+
+def shuffled(x: Tensor) -> Tensor:
+    return x[:, torch.randperm(x.shape[1], device=x.device)].ne(0).sum(1)
+
+
+def noisy(x: Tensor) -> Tensor:
+    return (x + 1e-12 * torch.randn_like(x)).sum(1) / math.sqrt(x.shape[1])
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("program", [drawn_positions, shuffled, noisy])
+def test_a_program_that_draws_and_reads_the_size_as_a_number_runs_at_its_true_sizes(
+    program: Callable[[Tensor], Tensor], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = st.bucketed(program, DIMS)
+    for n in (5, 6, 8, 3):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), program(x))
+    assert f"{__file__}:{program.__code__.co_firstlineno + 1}: " in caplog.text
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_program_that_reads_sizes_as_numbers_without_harm_keeps_its_buckets(device: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        _ = f"{x.shape[1]}", math.sqrt(x.shape[1]), len(x[0])
+        return x.sum(1)
+
+    run = st.bucketed(program, DIMS)
+    for n in (5, 6, 7, 5, 6, 7, 3):
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+    stats = run.stats()
+    assert (stats.checked, stats.fallbacks) == (4, {})
+    assert stats.hits == 6
+
+
+@pytest.mark.parametrize("program", ["sum", "count", "list"])
+def test_attributes_of_modules_are_written_once_by_a_checked_call(program: str) -> None:
+    class Stateful(nn.Module):
+        """A model that keeps something in Python from call to call."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.total: Tensor | None = None
+            self.calls, self.seen = 0, list[int]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(1)
+            if program == "sum":
+                self.total = x.sum(1) if self.total is None else self.total + x.sum(1)
+                return self.total
+            return x.sum(1) * (self.calls if program == "count" else len(self.seen))
+
+    ours, plain = Stateful(), Stateful()
+    run = st.bucketed(ours, {0: {1: SEQ}})
+    for n in (5, 6, 5, 5, 13):
+        torch.testing.assert_close(run(rows(n, "cpu")), plain(rows(n, "cpu")))
+    assert (ours.calls, ours.seen) == (plain.calls, plain.seen)
