@@ -245,7 +245,7 @@ class Checker:
         return CheckReport(sizes, not_checked=reason)
 
     def snapshot(self, bucket: Bucket, leaves: Sequence[PyTree], extra: Iterable[Tensor] = ()) -> Snapshot:
-        """Return a snapshot of what a call may write to: the state, modules, tensors and objects among the arguments."""
+        """Return a snapshot of what a call may write to: the state, modules, and tensors and objects it is given."""
         given = [dense_of(x) for x in leaves if isinstance(x, Tensor)]
         others = [x for x in leaves if not isinstance(x, Tensor)]
         modules = [module for root in self._state.guard.roots for module in root.modules()]
