@@ -227,8 +227,8 @@ def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
 
 for _name in COMPARISONS:
     setattr(DecidingSize, _name, _deciding(_name))
-_READ = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand or ror
-    xor rxor lshift rlshift rshift rrshift int float round trunc floor ceil invert repr format"""
+_READ = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand or
+    ror xor rxor lshift rlshift rshift rrshift int float round trunc floor ceil invert repr format"""
 for _name in _READ.split():
     setattr(DecidingSize, f"__{_name}__", _read(f"__{_name}__"))
 DecidingSize.__hash__ = int.__hash__  # type: ignore[assignment]
