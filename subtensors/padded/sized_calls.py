@@ -240,7 +240,7 @@ def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     if func is torch.arange:
         return _arange(*args, **kwargs)
     if func in (torch.tensor, torch.as_tensor) and not tree_has(PaddedSize, (args[1:], kwargs)):
-        return _number(*args, **kwargs) if len(args) == 1 and isinstance(args[0], PaddedSize) else NotImplemented
+        return _numbers(*args, **kwargs) if len(args) == 1 and kwargs.keys() <= {"dtype", "device"} else NotImplemented
     if func in FILLED:
         given = kwargs.pop("size") if "size" in kwargs else args
         return _made(func, given, FILLED[func], kwargs)
@@ -282,6 +282,17 @@ def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
     if not (type(start) is int and start == 0):
         numbers = numbers + (_on_device(start) if isinstance(start, PaddedSize) else start)
     return wrap_with_grad(PaddedValue(numbers, (dim,), values))
+
+
+def _numbers(sizes: PyTree, **kwargs: PyTree) -> PyTree:
+    """Return a size, or a list of sizes and other integers, as a tensor, with options of `torch.tensor`."""
+    if isinstance(sizes, PaddedSize):
+        return _number(sizes, **kwargs)
+    if not isinstance(sizes, list | tuple) or any(not isinstance(n, int) or isinstance(n, bool) for n in sizes):
+        return NotImplemented
+    options = {"dtype": torch.int64, **kwargs}
+    each = [_number(n, **kwargs) if isinstance(n, PaddedSize) else torch.full((), n, **options) for n in sizes]
+    return torch.stack(each)
 
 
 def _number(size: PaddedSize, **kwargs: PyTree) -> Tensor:

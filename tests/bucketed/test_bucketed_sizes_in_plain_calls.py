@@ -24,6 +24,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a filled tensor": lambda x: x.sum(1) + torch.full((x.shape[1],), 0.5).sum(),
     "a size as a keyword": lambda x: x.sum(1) + torch.ones(size=(x.shape[1], 2)).sum(),
     "a size as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape[1]).rsqrt(),
+    "a list of sizes as a tensor": lambda x: x.sum(1) * torch.tensor([x.shape[1], 2, 4 * x.shape[1], 1]).rsqrt(),
+    "a shape as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape, dtype=torch.float32).prod(),
     "a number as a tensor": lambda x: x.sum(1) * torch.tensor(0.5) + torch.tensor(2) * torch.tensor(True),
     "a slice of a plain tensor": lambda x: x.sum(1) + torch.arange(64.0, device=x.device)[: x.shape[1]].sum(),
     "an expanded plain tensor": lambda x: x.sum(1) + torch.ones(1, 1).expand(3, x.shape[1]).sum(),
