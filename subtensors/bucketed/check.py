@@ -12,13 +12,14 @@ watches: whatever makes a bucket compute something else shows where both run on 
                                                                                  program answers, now and later
 ```
 
-A call that draws random numbers can't be compared, since padded tensors draw others, nor can one whose writes can't be
-undone. `stats()` counts those with their reasons. What a call can't show is compared in two runs aside, the program on
-padded and on unpadded arguments: without dropout, with other numbers for zeros, with rows of one length.
+A call that draws random numbers can't be compared, nor can one whose writes can't be undone; `stats()` counts both.
+What it can't show is compared in two runs aside, on padded and on unpadded arguments: without dropout, with other
+numbers for zeros, with rows of one length.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -67,6 +68,9 @@ Schedule: TypeAlias = "Literal['first', False] | int"
 DRAWS = "it draws random numbers"
 """The reason why a call that does is not compared."""
 
+UNKNOWN = "it draws random numbers and takes a padded size as a number, so that no comparison shows what that does"
+"""The reason why the program runs at its true sizes then."""
+
 ASIDE_PRECISION = 1e-5
 """The precision of runs aside, at least."""
 
@@ -93,7 +97,7 @@ class Expected:
 
 
 class Checker:
-    """Runs the plain program for the calls of a runner that are to be checked, and compares.
+    """Runs the plain program for calls that are to be checked, and compares.
 
     Args:
         state: of the program.
@@ -102,26 +106,23 @@ class Checker:
 
     def __init__(self, state: State, schedule: Schedule) -> None:
         self._state, self._schedule = state, schedule
-        self.every = 0 if isinstance(schedule, (str, bool)) else schedule
-        """One in so many calls is checked; 0 for none."""
+        self.every = 0 if isinstance(schedule, (str, bool)) else schedule  # one in so many calls is checked; 0: none
         self._calls = 0
         self._compared_aside: WeakSet[Bucket] = WeakSet()
-        """The buckets whose calls can't be compared themselves, and that were compared in runs aside."""
+        """The buckets whose calls can't be compared, and that were compared in runs aside."""
         self._shown: dict[int, set[int]] = {}
         """The zeros that runs aside have filled, for each family of calls."""
-        self._places: list[str] = []
-        """The places of the arguments of the call that is checked."""
-        self.checked = 0
-        """The calls that were compared with the plain program."""
+        self._places: list[str] = []  # of the arguments of the call that is checked
+        self.checked = 0  # calls that were compared with the plain program
         self.not_checked: Counter[str] = Counter()
-        """The calls that were due for a check and could not be compared, by reason."""
+        """Calls that were due for a check and could not be compared, by reason."""
 
     def is_due(self, call: CachedCall) -> bool:
         """Return whether a call is to be checked.
 
-        A bucket's first call is, the first one at a second true size, and those at a true size of 0 or 1: what depends
-        on the true size shows at two of them, and sizes of 0 and 1 are broadcast. So is one at a true size that decides
-        a branch otherwise than the bucket does, and that at any new one where Python got a size as a plain number.
+        Those at a bucket's first two true sizes are, since what depends on the size shows at two, at 0 and 1, which are
+        broadcast, and at the smallest yet, from which on a count of blocks is that of the bucket. So is one that
+        decides a branch otherwise than the bucket, and that at any new size where Python got one as a number.
         """
         bucket, spec = call.bucket, call.spec
         if self._schedule is False or bucket is None or spec is None or bucket.no_graph_reason:
@@ -135,7 +136,8 @@ class Checker:
             return True
         if spec.true_sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
-        is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes)
+        is_smallest = not any(all(map(operator.le, sizes, spec.true_sizes)) for sizes in bucket.checked_sizes)
+        is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes) or is_smallest
         return is_early or bucket.conditions.is_number_read or bool(bucket.conditions.unmet(spec.host))
 
     def answer_and_check(
@@ -143,7 +145,7 @@ class Checker:
     ) -> tuple[PyTree, CheckReport]:
         """Answer a call, and compare the answer with the plain program's; if they differ, that is the answer.
 
-        A call for which there is no right answer gets None; the bucket's `has_no_answer` is then True.
+        A call without a right answer gets None, and its bucket `has_no_answer`.
 
         Args:
             call: has a bucket.
@@ -174,7 +176,8 @@ class Checker:
             if unmet := bucket.unmet_condition(spec):
                 call.reason = f"{unmet}, and its results differ"
                 return fall_back(call.reason, None), CheckReport(sizes, difference, lines=lines)
-            bucket.no_graph_reason = "its results differ from the program's: " + "; ".join([difference, *lines])
+            head = "" if difference == UNKNOWN else "its results differ from the program's: "
+            bucket.no_graph_reason = head + "; ".join([difference, *lines])
             bucket.drop()
             answered = None if bucket.has_no_answer else fall_back(bucket.no_graph_reason, None)
             return answered, CheckReport(sizes, difference, lines=lines)
@@ -195,8 +198,7 @@ class Checker:
         before.restore()
         bucket.count_call(elements, is_hit=is_replay, by=-1)
         if not difference:
-            # The comparison took gradients through the call's graph: the caller gets another one.
-            result = answer()
+            result = answer()  # the comparison took gradients through the call's graph
             bucket.statistics.hits -= not (is_replay or bucket.no_graph_reason)
             return result, CheckReport(sizes)
         return refuse(difference)
@@ -206,10 +208,9 @@ class Checker:
     ) -> str:
         """Return the first difference that the call itself can't show, or "".
 
-        The program is run on padded and on unpadded arguments: without dropout, which draws other numbers; with rows of
-        one length for a ragged batch, which stands for no plain tensor; with other numbers for tensors that are zero,
-        which hide what they are multiplied with. Buckets whose calls nothing else compares need that once each. What
-        a zero hides is the program's, so that the first bucket with padding shows it for all of other sizes.
+        The program is run on padded and on unpadded arguments: without dropout, with rows of one length for a ragged
+        batch, and with other numbers for tensors that are zero, which hide what they are multiplied with. Buckets whose
+        calls nothing else compares need that once each; what a zero hides, the first bucket with padding shows for all.
         """
         if not before.can_restore():
             return ""
@@ -230,7 +231,7 @@ class Checker:
         expected, got = run(), run(padded=spec)
         found = ""
         if expected is None and not_checked == DRAWS and bucket.conditions.is_number_read:
-            return "it takes a padded size as a number, and draws random numbers: nothing shows what that does"
+            return UNKNOWN
         if expected is not None and got is not None:
             unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
             found = first_difference(got, expected, unit, lambda direction: run(unit, direction))

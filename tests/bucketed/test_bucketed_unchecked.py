@@ -297,3 +297,36 @@ def test_attributes_of_modules_are_written_once_by_a_checked_call(program: str) 
     for n in (5, 6, 5, 5, 13):
         torch.testing.assert_close(run(rows(n, "cpu")), plain(rows(n, "cpu")))
     assert (ours.calls, ours.seen) == (plain.calls, plain.seen)
+
+
+def blocks(x: Tensor) -> Tensor:
+    return torch.stack([x[:, i : i + 8].sum(1) for i in range(0, x.shape[1], 8)], 1).mean(1)
+
+
+def tenth(x: Tensor) -> Tensor:
+    return x.topk(max(1, int(0.1 * x.shape[1])), 1).values.sum(1)
+
+
+def by_table(x: Tensor) -> Tensor:
+    return x.sum(1) * dict.fromkeys(range(33, 65), 2).get(x.shape[1], 1)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("program", [blocks, tenth, by_table])
+def test_a_step_that_python_hides_is_found_at_a_buckets_smallest_true_sizes(
+    program: Callable[[Tensor], Tensor], seed: int, device: str
+) -> None:
+    run = st.bucketed(program, {"x": {1: st.Dim("n", max=64, buckets=[64])}})
+    sizes = [64, 61, *torch.randperm(64, generator=torch.Generator().manual_seed(seed)).add(1).tolist()]
+    for n in sizes:
+        torch.testing.assert_close(run(rows(n, device)), program(rows(n, device)))
+    assert run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_bucket_is_checked_at_each_new_smallest_size_and_no_more(device: str) -> None:
+    run = st.bucketed(lambda x: x.sum(1), {"x": {1: st.Dim("n", max=64, buckets=[64])}})
+    for n in (40, 60, 50, 45, 30, 39, 41, 20, 64, 33):
+        run(rows(n, device))
+    assert run.stats().checked == 4  # at 40, 60, 30 and 20
