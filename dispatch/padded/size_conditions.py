@@ -126,4 +126,4 @@ class _Noting(threading.local):
 
 
 noting = _Noting()
-"""Where this thread notes the conditions on the sizes that it computes with."""
+"""The place of this thread's notes on the sizes that it computes with."""

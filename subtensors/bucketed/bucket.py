@@ -82,7 +82,7 @@ class Bucket:
         self.needs_recapture = False
         """True if its graph was dropped in order to be recaptured."""
         self.conditions = SizeConditions()
-        """What holds for the true sizes of the calls that its graph answers."""
+        """The conditions on true sizes under which its graph answers a call."""
         self.agreed_sizes: set[tuple[HostSize, ...]] = set()
         """The true sizes at which its results were the plain program's, whatever that decides."""
         self.checked_sizes: set[tuple[HostSize, ...]] = set()

@@ -211,4 +211,4 @@ _ENABLED: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""Whether each kernel of attention may be chosen, in torch's order."""
+"""The functions that say if a kernel of attention is enabled, in torch's order."""

@@ -72,7 +72,7 @@ LossOf = Callable[[Callable[..., Any], Tensor], Tensor]
 """The loss of such a batch, given the model."""
 
 Made = tuple[Callable[..., Any], torch.optim.Optimizer]
-"""What is called in the model's place, and the optimizer."""
+"""The callable in the model's place, and the optimizer."""
 
 
 def model_type(model: Any) -> str:
@@ -214,7 +214,7 @@ def unpatched(kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """A training to measure.
 
     Args:
         model: its type.

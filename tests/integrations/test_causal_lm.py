@@ -171,7 +171,7 @@ def test_layers_are_compiled_once_for_all_of_them_and_for_all_lengths_after_the_
 
 
 def kept_for_backward(model: Any) -> int:
-    """How many numbers the body keeps for its backward, beside the parameters."""
+    """Count the numbers that the body keeps for its backward, beside the parameters."""
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
