@@ -16,7 +16,7 @@ from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_v
 from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, EXAMPLE_SHAPES, ProxySlot, ProxyTensor
 from subtensors.dispatch.fused.symbolic_scalars import expression_of
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class
+from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class, overload_name
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import ops
 from subtensors.kernels.fused import blockwise
@@ -54,10 +54,13 @@ class OpTracer(TorchDispatchMode):
     unlowered: list[str] = field(default_factory=list)
     values: dict[tuple[Instruction, str], int] = field(default_factory=dict)
     """Instruction, and the text of its operands -> its value: the same math is done once."""
+    hosts: set[int] = field(init=False)
+    """Values that torch would have on the CPU, though the elements are on a device."""
     depth: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.hosts = {i for i, parameter in enumerate(self.parameters) if parameter.on_host}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -163,6 +166,10 @@ class OpTracer(TorchDispatchMode):
         func(*positional, **keywords)
         named = dict(zip((a.name for a in func._schema.arguments), arguments, strict=True))
         result = self._apply(functional, _schema_order(functional, [], named))  # it may take them in another order
+        if target.slot.value in self.hosts and result.slot.value not in self.hosts and func not in _MOVES:
+            refuse(f"{func} writes numbers of {self.device} to a CPU tensor", "use its result")
+        if result.value_shape not in (target.value_shape, Shape.PER_TENSOR):
+            raise RuntimeError(f"{func}: a 0-d tensor can't hold a number per element, which it would write to it")
         if result.dtype != target.dtype:
             if not torch.can_cast(result.dtype, target.dtype):  # some ops' meta functions leave that to their kernels
                 raise RuntimeError(f"{func}: {result.dtype} can't be cast to {target.dtype}, which it writes to")
@@ -208,21 +215,12 @@ class OpTracer(TorchDispatchMode):
 
     def _check_devices(self, func: OpOverload, arguments: list[PyTree]) -> None:
         """Refuse numbers on the host beside tensors on a device where torch has no kernel that takes both."""
-        operands = [arguments[i] for i in _ON_ONE_DEVICE.get(func, ()) if isinstance(arguments[i], ProxyTensor)]
-        if len({self._is_on_host(x.slot.value) for x in operands}) > 1:
+        on_host = {i: a.slot.value in self.hosts for i, a in enumerate(arguments) if isinstance(a, ProxyTensor)}
+        if not all(on_host.values()) and any(host and not _takes_from_host(func, i) for i, host in on_host.items()):
             refuse(
                 f"{func} takes tensors on one device, and got a 0-d CPU tensor beside tensors on {self.device}",
                 "move it there before the call, or pass a Python number",
             )
-
-    def _is_on_host(self, value: int) -> bool:
-        """Return whether torch would compute this value on the CPU, though the elements are on a device."""
-        first = len(self.parameters)
-        if value < first:
-            return self.parameters[value].on_host
-        step = self.instructions[value - first]
-        operands = [a.index for a in step.args if isinstance(a, Ref)]
-        return bool(operands) and all(map(self._is_on_host, operands))
 
     def _check_kernel(self, func: OpOverload, arguments: list[PyTree]) -> None:
         """Refuse integers where torch has no kernel for them, though a decomposition would return a result."""
@@ -256,6 +254,10 @@ class OpTracer(TorchDispatchMode):
         if value is None:
             self.instructions.append(instruction)
             value = self.values[key] = len(self.parameters) + len(self.instructions) - 1
+            operands = {a.index for a in instruction.args if isinstance(a, Ref)}
+            is_host_constant = torch.device("cpu") in instruction.args and self.device.type != "cpu"
+            if operands <= self.hosts if operands else is_host_constant:
+                self.hosts.add(value)
         return ProxyTensor(ProxySlot(value), instruction.dtype, instruction.shape, self)
 
     def _forget(self, recorded: int) -> None:
@@ -263,6 +265,7 @@ class OpTracer(TorchDispatchMode):
         del self.instructions[recorded:]
         last = len(self.parameters) + recorded
         self.values = {key: value for key, value in self.values.items() if value < last}
+        self.hosts = {value for value in self.hosts if value < last}
 
     def _shape(self, ref: Ref) -> Shape:
         first = len(self.parameters)
@@ -272,8 +275,8 @@ class OpTracer(TorchDispatchMode):
     def _constant(self, tensor: Tensor) -> PyTree:
         if tensor.dim() != 0:
             refuse("it makes a tensor of its own shape", "pass it as an argument")
-        func = aten.scalar_tensor.default
-        return self._apply(func, _schema_order(func, (tensor.item(),), {"dtype": tensor.dtype}))
+        func, keywords = aten.scalar_tensor.default, {"dtype": tensor.dtype, "device": tensor.device}
+        return self._apply(func, _schema_order(func, (tensor.item(),), keywords))
 
     def _alias(self, tensor: PyTree) -> ProxyTensor:
         if not isinstance(tensor, ProxyTensor):
@@ -303,18 +306,26 @@ class OpTracer(TorchDispatchMode):
         return tuple(argument) if isinstance(argument, list) else argument
 
 
-_ON_ONE_DEVICE = {
-    aten.masked_fill.Scalar: (0, 1),
-    aten.masked_fill.Tensor: (0, 1),
-    aten.clamp.Tensor: (0, 1, 2),
-    aten.clamp_min.Tensor: (0, 1),
-    aten.clamp_max.Tensor: (0, 1),
+_HOST_OPERANDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys("clamp clamp_min clamp_max addcdiv lerp.Scalar _prelu_kernel logaddexp logaddexp2".split(), ()),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_xor"), (1,)),
+    **dict.fromkeys(("masked_fill", "addcmul", "lerp.Tensor"), (2,)),
 }
-"""Overload -> the operands that torch takes on one device only; other pointwise ops take 0-d CPU tensors."""
+"""Op -> the operands that may be 0-d CPU tensors beside tensors on a GPU; of most pointwise ops they all may be."""
+
+
+def _takes_from_host(func: OpOverload, position: int) -> bool:
+    """Return whether torch's kernel on a GPU takes a 0-d CPU tensor as this operand."""
+    for name in (func._opname, overload_name(func)):
+        if name in _HOST_OPERANDS:
+            return position in _HOST_OPERANDS[name]
+    return not func._opname.endswith("_backward")
+
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.view_as.default}
 _TO = torch.ops.prims.convert_element_type.default
 _CONVERSIONS = {aten._to_copy.default, _TO}
+_MOVES = {aten.copy_.default, aten.fill_.Tensor}
 
 
 def _schema_order(func: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> list[PyTree]:
