@@ -1,7 +1,8 @@
 """The benchmark of whole training steps of models of transformers: one call of `apply` beside the peers' one call.
 
 Two losses: "sft" is the model's own, of the next token; "grpo" is a clipped policy loss with an entropy bonus, written
-in plain torch over the model's logits, of completions that follow prompts of a quarter of the length.
+in plain torch over the model's logits, of completions that follow prompts of a quarter of the length. Peers have it
+compiled, too.
 """
 
 from __future__ import annotations
@@ -91,17 +92,27 @@ def sft(model: Callable[..., Any], ids: Tensor) -> Tensor:
     return loss
 
 
-def grpo(model: Callable[..., Any], ids: Tensor) -> Tensor:
+def policy_loss(logits: Tensor, ids: Tensor) -> Tensor:
     """The policy loss of completions, with an entropy bonus; each sequence has its own advantage."""
     start, length = ids.shape[1] // 4, ids.shape[1]
-    logits = model(input_ids=ids).logits[:, start - 1 : length - 1].float()
-    log_p = logits.log_softmax(-1)
+    log_p = logits[:, start - 1 : length - 1].float().log_softmax(-1)
     chosen = log_p.gather(-1, ids[:, start:, None]).squeeze(-1)
     advantage = torch.linspace(-1, 1, len(ids), device=ids.device)[:, None]
     ratio = (chosen - (chosen.detach() - 0.1)).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     entropy = -(log_p.exp() * log_p).sum(-1)
     loss: Tensor = -(gain + 0.01 * entropy).mean()
+    return loss
+
+
+def grpo(model: Callable[..., Any], ids: Tensor) -> Tensor:
+    """The policy loss over the model's logits."""
+    return policy_loss(model(input_ids=ids).logits, ids)
+
+
+def grpo_compiled(model: Callable[..., Any], ids: Tensor) -> Tensor:
+    """The same, with the loss compiled for itself."""
+    loss: Tensor = torch.compile(policy_loss)(model(input_ids=ids).logits, ids)
     return loss
 
 
@@ -257,11 +268,14 @@ class Job:
         model, is_cuda = self.make(), self.device == "cuda"
         with unpatched(self.model):
             called, optimizer = WAYS[name](model)
+            loss_of = LOSSES[self.loss]
+            if loss_of is grpo and name.startswith(("compile", "Liger")):
+                loss_of = grpo_compiled
             taken: list[float] = []
             last: list[Tensor] = []
 
             def step(batch: Tensor) -> None:
-                loss = LOSSES[self.loss](called, batch)
+                loss = loss_of(called, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
