@@ -12,8 +12,9 @@ watches: whatever makes a bucket compute something else shows where both run on 
                                                                                  program answers, now and later
 ```
 
-A call that draws random numbers can't be compared, nor can one whose writes can't be undone; `stats()` counts both.
-What it can't show is compared in two runs aside, on padded and on unpadded arguments: without dropout, with other
+A call that draws random numbers can't be compared, nor can one whose writes can't be undone; `stats()` counts both. One
+draws if a second run in a row moves the generators, too, or has other results: not where the program seeds them.
+What a call can't show is compared in two runs aside, on padded and on unpadded arguments: without dropout, with other
 numbers for zeros, with rows of one length.
 """
 
@@ -226,7 +227,8 @@ class Checker:
         own_zeros = [t for name, t in zeros.items() if name >= 0]
 
         def run(unit: float = 0.0, direction: int = 0, padded: CallSpec | None = None) -> Observed | None:
-            return self._run_again(bucket, given, {}, unit, direction, before, own_zeros, padded)
+            draws = bool(not_checked)
+            return self._run_again(bucket, given, {}, unit, direction, before, own_zeros, padded, draws)
 
         expected, got = run(), run(padded=spec)
         found = ""
@@ -277,12 +279,14 @@ class Checker:
         else:
             try:
                 written = before.written_ids()
-                expected.written = {name: t for name, t in self._named().items() if id(t) in written}
+                expected.written = {name: t for name, t in self._state.named_tensors().items() if id(t) in written}
                 expected.observed = self._observe(expected.result, leaves, expected.written)
             except Exception as error:  # of a result whose gradients can't be taken
                 expected.not_checked = f"its results can't be compared: {summarize_error(error)}"
-        if before.has_drawn():
-            expected.not_checked = expected.not_checked or DRAWS
+        if before.has_drawn() and not expected.not_checked:
+            again = self._run_again(bucket, leaves, expected.written, draws=True) if before.can_restore() else None
+            if again is None or first_difference(again, expected.observed or {}, 0.0, lambda _: None):
+                expected.not_checked = DRAWS
         if before.can_restore():
             before.restore()
             expected.result = None
@@ -292,15 +296,6 @@ class Checker:
             expected.is_final = has_result
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         return expected
-
-    def _named(self) -> dict[str, Tensor]:
-        """Return the tensors of the program's state by name."""
-        roots = self._state.guard.roots
-        names = {id(t): name for root in roots for name, t in (*root.named_parameters(), *root.named_buffers())}
-        own = {
-            names.get(id(t), f"tensor {i} of the program"): t for i, t in enumerate(self._state.guard.distinct_tensors)
-        }
-        return own | {f"optimizer state {i}": t for i, t in enumerate(self._state.optimizers.tensors())}
 
     def _observe(
         self,
@@ -314,7 +309,7 @@ class Checker:
         inputs: dict[str, Tensor] = {}
         if torch.is_grad_enabled():
             given = {place: x for place, x in zip(self._places, leaves, strict=True) if isinstance(x, Tensor)}
-            inputs = {name: t for name, t in (given | self._named()).items() if t.requires_grad}
+            inputs = {name: t for name, t in (given | self._state.named_tensors()).items() if t.requires_grad}
         return observe(result, leaves, inputs, written, unit, direction, keeps_graph)
 
     def _compare(
@@ -336,11 +331,12 @@ class Checker:
         bucket: Bucket,
         leaves: Sequence[PyTree],
         written: Mapping[str, Tensor],
-        unit: float,
-        direction: int,
-        start: Snapshot,
+        unit: float = 0.0,
+        direction: int = 0,
+        start: Snapshot | None = None,
         zeros: Collection[Tensor] | None = None,
         padded: CallSpec | None = None,
+        draws: bool = False,
     ) -> Observed | None:
         """Run the program with other numbers from the start, and undo what it wrote; None if that raises.
 
@@ -350,15 +346,17 @@ class Checker:
             written: the tensors that the program may have written to, by name.
             unit: how far parameters, arguments and cotangents are moved, as a fraction of each.
             direction: in which of `NOISE_RUNS`; the last is none: there it runs without TF32.
-            start: a snapshot of what the program starts from.
+            start: a snapshot of what the program starts from; by default the present.
             zeros: the tensors of the state to fill in a run aside, which has neither TF32 nor dropout.
             padded: the spec of the call, for a run on padded arguments.
+            draws: return None if the run draws random numbers.
         """
         is_aside, is_last = zeros is not None, direction == NOISE_RUNS - 1
         unit = 0.0 if is_last else unit
         parameters = [t for t in self._state.tensors() if unit and (t.is_floating_point() or t.is_complex())]
         before = self.snapshot(bucket, leaves, [*parameters, *(zeros or ())])
-        start.restore()
+        if start is not None:
+            start.restore()
         try:
             call, given = bucket.call, [_unpadded(x) for x in leaves]
             if padded is not None:
@@ -376,7 +374,7 @@ class Checker:
             ):
                 result = _call_here(call, given)
                 observed = self._observe(result, given if padded is None else leaves, written, unit, direction)
-            return None if is_aside and before.has_drawn() else observed
+            return None if draws and before.has_drawn() else observed
         except Exception:  # such as an assertion of the program's, which the call itself raises, too
             return None
         finally:

@@ -68,6 +68,13 @@ class State:
         """Return the current parameters, buffers and tensors that the program closes over."""
         return self.guard.tensors()
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, those of optimizers included."""
+        modules, own = self.guard.roots, self.guard.distinct_tensors
+        names = {id(t): name for m in modules for name, t in (*m.named_parameters(), *m.named_buffers())}
+        found = {names.get(id(t), f"tensor {i} of the program"): t for i, t in enumerate(own)}
+        return found | {f"optimizer state {i}": t for i, t in enumerate(self.optimizers.tensors())}
+
     def is_lazy(self) -> bool:
         """Return whether a parameter or buffer has no size yet, as in a lazy module before its first call."""
         return any(map(nn.parameter.is_lazy, self.tensors()))

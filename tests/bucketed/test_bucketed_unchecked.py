@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -258,6 +259,70 @@ def test_a_program_that_draws_and_reads_the_size_as_a_number_runs_at_its_true_si
         x = rows(n, device)
         torch.testing.assert_close(run(x), program(x))
     assert f"{__file__}:{program.__code__.co_firstlineno + 1}: " in caplog.text
+
+
+def seeded(x: Tensor) -> Tensor:
+    np.random.seed(3)
+    kept = np.random.permutation(4)[:2].tolist()
+    return (x[..., kept[0]] + x[..., kept[1]]).sum(1) * len(f"{x.shape[1]}")
+
+
+def seeded_by_size(x: Tensor) -> Tensor:
+    np.random.seed(3)
+    return x[:, int(np.random.permutation(x.shape[1])[0])]
+
+
+def seeded_after_a_draw(x: Tensor) -> Tensor:
+    drawn = np.random.standard_normal(4).tolist()
+    np.random.seed(3)
+    return x.sum(1) * torch.tensor(drawn, dtype=x.dtype).to(x.device) * len(f"{x.shape[1]}")
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(
+    ("program", "is_right"), [(seeded, True), (seeded_by_size, False), (seeded_after_a_draw, False)]
+)
+def test_a_program_that_seeds_its_generators_is_compared(
+    program: Callable[[Tensor], Tensor], is_right: bool, device: str
+) -> None:
+    run = st.bucketed(program, DIMS)
+    for n in (5, 6, 13, 5, 12, 6):
+        x = rows(n, device)
+        np.random.seed(n)
+        want = program(x)
+        np.random.seed(n)
+        torch.testing.assert_close(run(x), want)
+    assert (run.stats().fallbacks == {}) == is_right
+    assert (run.stats().hits > 0) == is_right
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("is_used", [False, True])
+def test_numbers_drawn_in_a_first_call_alone_cost_no_bucket(is_used: bool, device: str) -> None:
+    class Settled(nn.Module):
+        """A model that makes a part of itself in its first call."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part: nn.Linear | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.part is None:
+                self.part = nn.Linear(4, 4).to(x)
+                if not is_used:
+                    nn.init.eye_(self.part.weight)
+                    nn.init.zeros_(self.part.bias)
+            return self.part(x).sum(1) * len(f"{x.shape[1]}")
+
+    run, plain = st.bucketed(Settled(), DIMS), Settled()
+    with torch.no_grad():
+        for n in (5, 6, 13, 5, 6):
+            torch.manual_seed(n)
+            want = plain(rows(n, device))
+            torch.manual_seed(n)
+            torch.testing.assert_close(run(rows(n, device)), want)
+    assert not run.stats().fallbacks
+    assert run.stats().hits
 
 
 @pytest.mark.usefixtures("captured")
