@@ -83,10 +83,10 @@ class Bucket:
         """True if its graph was dropped in order to be recaptured."""
         self.conditions = SizeConditions()
         """The conditions on true sizes under which its graph answers a call."""
-        self.agreed_sizes: set[tuple[HostSize, ...]] = set()
-        """The true sizes at which its results were the plain program's, whatever that decides."""
-        self.checked_sizes: set[tuple[HostSize, ...]] = set()
-        """The true sizes at which its results were compared with the plain program's."""
+        self.checked_sizes: dict[tuple[HostSize, ...], bool] = {}
+        """The true sizes of the calls that were checked, and whether its results were the plain program's there."""
+        self.smallest_checked: list[tuple[HostSize, ...]] = []
+        """Those of them that are not above others."""
         self.is_allocated = False
         self.statics: list[Tensor] = []
         self.caller_values: list[Tensor] = []
@@ -268,7 +268,7 @@ class Bucket:
 
     def unmet_condition(self, spec: CallSpec) -> str:
         """Return a condition that a call's true sizes don't meet, or ""; branches count unless a check agreed."""
-        return self.conditions.unmet(spec.host, ignores_branches=spec.true_sizes in self.agreed_sizes)
+        return self.conditions.unmet(spec.host, ignores_branches=self.checked_sizes.get(spec.true_sizes, False))
 
     @contextmanager
     def watched(self, spec: CallSpec) -> Iterator[None]:

@@ -58,7 +58,7 @@ class CachedCall:
 
     def unmet_condition(self, bucket: Bucket, spec: CallSpec) -> str:
         """Return `Bucket.unmet_condition`, found once for the conditions that there are."""
-        compared = bucket.conditions, len(bucket.conditions.found), spec.true_sizes in bucket.agreed_sizes
+        compared = bucket.conditions, len(bucket.conditions.found), bucket.checked_sizes.get(spec.true_sizes, False)
         if self.compared != compared:
             self.compared, self.unmet = compared, bucket.unmet_condition(spec)
         return self.unmet

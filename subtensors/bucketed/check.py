@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 from weakref import WeakSet
 
@@ -137,7 +138,7 @@ class Checker:
             return True
         if spec.true_sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
-        is_smallest = not any(all(map(operator.le, sizes, spec.true_sizes)) for sizes in bucket.checked_sizes)
+        is_smallest = not _are_above(spec.true_sizes, bucket.smallest_checked)
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes) or is_smallest
         return is_early or bucket.conditions.is_number_read or bool(bucket.conditions.unmet(spec.host))
 
@@ -167,13 +168,11 @@ class Checker:
         if expected.error is not None:
             call.calls -= 1  # the next one is due, too, or the bucket would answer it
             return fall_back(expected.not_checked, expected.error), self._report(sizes, expected.not_checked)
-        if not expected.not_checked:
-            bucket.agreed_sizes.add(spec.true_sizes)  # until they differ
 
         def refuse(difference: str) -> tuple[PyTree, CheckReport]:
             lines = padded_size_lines(lambda: _call_here(bucket.call, padded_leaves(leaves, spec, bucket.device)))
             before.restore()
-            bucket.agreed_sizes.discard(spec.true_sizes)
+            bucket.checked_sizes[spec.true_sizes] = False
             if unmet := bucket.unmet_condition(spec):
                 call.reason = f"{unmet}, and its results differ"
                 return fall_back(call.reason, None), CheckReport(sizes, difference, lines=lines)
@@ -227,8 +226,7 @@ class Checker:
         own_zeros = [t for name, t in zeros.items() if name >= 0]
 
         def run(unit: float = 0.0, direction: int = 0, padded: CallSpec | None = None) -> Observed | None:
-            draws = bool(not_checked)
-            return self._run_again(bucket, given, {}, unit, direction, before, own_zeros, padded, draws)
+            return self._run_again(bucket, given, {}, unit, direction, before, own_zeros, padded, bool(not_checked))
 
         expected, got = run(), run(padded=spec)
         found = ""
@@ -267,7 +265,6 @@ class Checker:
             sizes: the true sizes.
             before: a snapshot of what the call may write to.
         """
-        bucket.checked_sizes.add(sizes)
         expected, has_result = Expected(), False
         try:
             expected.result, has_result = _call_here(bucket.call, [_unpadded(x) for x in leaves]), True
@@ -275,7 +272,6 @@ class Checker:
             expected.not_checked = summarize_error(error)
         except Exception as error:
             expected.not_checked, expected.error = f"the plain program raises {summarize_error(error)}", error
-            bucket.checked_sizes.discard(sizes)
         else:
             try:
                 written = before.written_ids()
@@ -295,6 +291,10 @@ class Checker:
                 raise expected.error  # another run would write once more
             expected.is_final = has_result
             expected.not_checked = "it writes to a tensor that is too large for a copy"
+        if expected.error is None:
+            bucket.checked_sizes[sizes] = not expected.not_checked  # until they differ
+            if not _are_above(sizes, bucket.smallest_checked):
+                bucket.smallest_checked = [sizes, *(s for s in bucket.smallest_checked if not _are_above(s, [sizes]))]
         return expected
 
     def _observe(
@@ -316,15 +316,11 @@ class Checker:
         self, bucket: Bucket, leaves: Sequence[PyTree], expected: Expected, result: PyTree, start: Snapshot
     ) -> str:
         """Return the first difference between a bucket's result and the plain program's, or ""."""
-        assert expected.observed is not None
         self.checked += 1
         got = self._observe(result, leaves, expected.written, keeps_graph=bool(bucket.no_graph_reason))
         unit = unit_in_the_last_place([*self._state.tensors(), *leaves])
-
-        def moved_run(direction: int) -> Observed | None:
-            return self._run_again(bucket, leaves, expected.written, unit, direction, start)
-
-        return first_difference(got, expected.observed, unit, moved_run)
+        again = partial(self._run_again, bucket, leaves, expected.written, unit, start=start)
+        return first_difference(got, expected.observed or {}, unit, again)
 
     def _run_again(
         self,
@@ -379,6 +375,11 @@ class Checker:
             return None
         finally:
             before.restore()
+
+
+def _are_above(sizes: tuple[HostSize, ...], others: Iterable[tuple[HostSize, ...]]) -> bool:
+    """Return whether sizes are nowhere smaller than some of the others."""
+    return any(all(map(operator.le, other, sizes)) for other in others)
 
 
 def _is_ragged(spec: CallSpec) -> bool:

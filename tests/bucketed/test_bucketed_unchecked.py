@@ -395,3 +395,15 @@ def test_a_bucket_is_checked_at_each_new_smallest_size_and_no_more(device: str) 
     for n in (40, 60, 50, 45, 30, 39, 41, 20, 64, 33):
         run(rows(n, device))
     assert run.stats().checked == 4  # at 40, 60, 30 and 20
+
+
+def test_only_the_smallest_checked_sizes_are_kept_to_tell_a_new_smallest_one(device: str) -> None:
+    n, m = st.Dim("n", max=64, buckets=[64]), st.Dim("m", max=64, buckets=[64])
+    run = st.bucketed(lambda x: x.sum((1, 2)) * len(f"{x.shape[1]}"), {"x": {1: n, 2: m}})
+    checked = []
+    for sizes in [(64, 64), (40, 60), (60, 40), (41, 61), (60, 60), (30, 61), (30, 30), (50, 20)]:
+        run(torch.ones(2, *sizes, device=device))
+        checked.append(sorted(next(iter(run.graph_cache.buckets.values())).smallest_checked))
+    assert checked[2] == checked[4] == [(40, 60), (60, 40)]
+    assert checked[5] == [(30, 61), (40, 60), (60, 40)]
+    assert checked[-1] == [(30, 30), (50, 20)]
