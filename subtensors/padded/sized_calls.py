@@ -103,6 +103,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     name = getattr(func, "__name__", "")
     if func is functional.interpolate:
         return _resampled(*args, **kwargs)
+    if func is torch.unravel_index:
+        return _unraveled(*args, **kwargs)
     if args and isinstance(args[0], Tensor):
         if func is Tensor.__getitem__:
             return _indexed(*args)
@@ -139,6 +141,17 @@ def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Seque
         return x.mean([*range(-count, 0)], keepdim=True)
     # The gradient goes to one of several equal maxima, as in a pool.
     return x.flatten(-count).max(-1).values[(..., *[None] * count)]
+
+
+def _unraveled(indices: Tensor, shape: int | Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the coordinates of flat indices in a shape of which some sizes are padded."""
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+        raise RuleError(f"unravel_index takes no {indices.dtype}")
+    found, rest = [], indices.long()
+    for number in map(_on_device, [shape] if isinstance(shape, int) else reversed(shape)):
+        found.append(rest % number)
+        rest = rest // number
+    return tuple(reversed(found))
 
 
 def _resampled(

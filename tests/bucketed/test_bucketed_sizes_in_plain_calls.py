@@ -27,6 +27,10 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a list of sizes as a tensor": lambda x: x.sum(1) * torch.tensor([x.shape[1], 2, 4 * x.shape[1], 1]).rsqrt(),
     "a shape as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape, dtype=torch.float32).prod(),
     "a number as a tensor": lambda x: x.sum(1) * torch.tensor(0.5) + torch.tensor(2) * torch.tensor(True),
+    "coordinates of a flat index": lambda x: torch.stack(torch.unravel_index(x.flatten().argmax(), x.shape)),
+    "coordinates in two dims": lambda x: torch.stack(torch.unravel_index(x.flatten(0, 1).argmin(0), x.shape[:2])),
+    "coordinates of padded indices": lambda x: torch.unravel_index(x.flatten(1).argsort(1), x.shape[1:])[0].cumsum(1),
+    "coordinates in one dim": lambda x: torch.unravel_index(x.argmax(1).int(), x.shape[1])[0],
     "a slice of a plain tensor": lambda x: x.sum(1) + torch.arange(64.0, device=x.device)[: x.shape[1]].sum(),
     "an expanded plain tensor": lambda x: x.sum(1) + torch.ones(1, 1).expand(3, x.shape[1]).sum(),
 }
@@ -43,6 +47,17 @@ def test_a_size_given_to_a_plain_call_is_the_true_one(name: str, device: str) ->
             torch.testing.assert_close(found, expected)
     assert run.stats().hits == 2
     assert not run.stats().fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_coordinates_of_what_is_no_index_are_refused_as_torch_refuses_them(dtype: torch.dtype, device: str) -> None:
+    for program in (
+        lambda x: torch.unravel_index(x.sum().to(dtype), x.shape),
+        lambda x: torch.unravel_index(x.to(dtype), x.shape),
+    ):
+        run = st.bucketed(program, {"x": {1: SEQ}})
+        with pytest.raises(TypeError, match="expected 'indices' to be integer dtype"):
+            run(torch.randn(2, 5, 4, device=device))
 
 
 def test_a_program_that_calls_what_has_no_rule_is_answered_by_the_plain_program(device: str) -> None:
