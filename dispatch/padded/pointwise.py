@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import mask_gradient
@@ -22,6 +23,7 @@ from subtensors.dispatch.padded.padded_value import (
     Fill,
     PaddedValue,
     ScatteredDim,
+    known_sizes,
     masked_gradient,
     result,
 )
@@ -49,10 +51,15 @@ _BOUNDED = frozenset("neg abs relu gelu silu sigmoid tanh sin cos mish softsign 
 
 _CASTS = frozenset("_to_copy to".split())
 
-# On a CPU these raise for an integer divisor of zero, and padding is often zero.
 _DIVIDES = frozenset("floor_divide remainder fmod div".split())
 
 aten = torch.ops.aten
+
+
+def may_divide_by_zero(op: OpOverload, divisor: Tensor) -> bool:
+    """Return whether an op raises for a divisor of zero, as padding often is, and the size of what has no elements."""
+    is_integer = not (divisor.is_floating_point() or divisor.is_complex()) and divisor.device.type == "cpu"
+    return is_integer and op.overloadpacket.__name__.removesuffix("_") in _DIVIDES
 
 
 @table.register(OpClass.POINTWISE, aten.fake_quantize_per_tensor_affine)
@@ -64,8 +71,11 @@ def pointwise(call: PaddedCall) -> PyTree:
     lazy = next((x.dense for x in operands if type(x.dense) in LAZY_TYPES), None)
     named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes, lazy), call.arguments)
     divisor = call.arguments.get("other")
-    if isinstance(divisor, PaddedValue) and not divisor.dense.is_floating_point() and _name(call) in _DIVIDES:
-        named["other"] = divisor.filled(1)
+    if isinstance(divisor, PaddedValue) and may_divide_by_zero(call.op, divisor.dense):
+        call.reads_sizes = True
+        sizes_known = [known_sizes(x, d) for x in operands for d in x.padded_dims]
+        is_empty = any(known and not any(known) for known in sizes_known)
+        named["other"] = torch.ones_like(divisor.dense) if is_empty else divisor.filled(1)
     out = call.dense(named)
     fill = _fill_after(call, operands, dims)
     if isinstance(out, Tensor) and out.requires_grad:

@@ -45,7 +45,7 @@ from subtensors.dispatch.ops.wrappers import QUERIES
 from subtensors.dispatch.padded import decomposable, rules
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.pointwise import broadcast
+from subtensors.dispatch.padded.pointwise import broadcast, may_divide_by_zero
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
 from subtensors.padded import fast_path
@@ -372,6 +372,8 @@ def _may_write_padding(
     if op_class(op) is not OpClass.POINTWISE or args[0] is not target or len(targets) > 1:
         return False
     if not isinstance(original, PaddedTensor) or original._fill is not None or original._view or is_lazy(target._dense):
+        return False
+    if may_divide_by_zero(op, target._dense):
         return False
     return bool(broadcast([unwrap(t) for t in tree_find(Tensor, (args, kwargs))])[0] == target._dims)
 

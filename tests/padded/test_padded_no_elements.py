@@ -144,3 +144,49 @@ def test_a_row_that_is_too_short_for_a_call_is_refused(name: str) -> None:
         TOO_SMALL[name](st.pad(rows, {0: SEQ}).mT)
     if name not in ("unfold of images", "multinomial"):
         TOO_SMALL[name](st.pad([rows[1], rows[1]], {0: SEQ}).mT)
+
+
+DIVISIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quotients": lambda x: x.argsort(1) // x.shape[1],
+    "remainders": lambda x: x.argsort(1) % x.shape[1],
+    "of the sign of the dividend": lambda x: torch.fmod(x.argsort(1), x.shape[1]),
+    "rounded": lambda x: torch.div(x.argsort(1), x.shape[1], rounding_mode="trunc"),
+    "in place": lambda x: x.argsort(1).floor_divide_(x.shape[1]),
+    "of positions": lambda x: torch.arange(x.shape[1], device=x.device) // x.shape[1],
+    "by a tensor": lambda x: x.argsort(1) // torch.tensor(2 * x.shape[1], device=x.device),
+    "coordinates": lambda x: torch.stack(torch.unravel_index(x.argsort(1), (2, x.shape[1]))),
+}
+
+
+@pytest.mark.parametrize("sizes", [(5, 6, 0, 7, 0), (0, 5)])
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_no_elements_are_divided_by_a_size_of_zero(name: str, sizes: tuple[int, ...], device: str) -> None:
+    program = DIVISIONS[name]
+    run = st.bucketed(program, {0: {1: SEQ}})
+    for n in sizes:
+        x = torch.rand(2, n, device=device)
+        torch.testing.assert_close(run(x), program(x))
+    assert not run.stats().fallbacks
+    assert run.stats().hits == len(sizes) - 1
+
+
+def test_elements_divided_by_a_size_of_zero_are_torchs_error() -> None:
+    run = st.bucketed(lambda x: torch.arange(4) // x.shape[1], {0: {1: SEQ}})
+    for n in (5, 0, 6, 0):
+        if n:
+            torch.testing.assert_close(run(torch.ones(2, n)), torch.arange(4) // n)
+        else:
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                run(torch.ones(2, n))
+
+
+@pytest.mark.parametrize("name", ["floor_divide_", "remainder_", "fmod_"])
+def test_padding_of_zeros_divides_no_integers_in_place(name: str, device: str) -> None:
+    given = torch.arange(1, 11, device=device).reshape(2, 5)
+    x = st.pad(given, {1: SEQ})
+    quotients, divisors = x * 3 + 1, x * 2  # whose padding is 0
+    expected = given * 3 + 1
+    for _ in range(3):
+        getattr(quotients, name)(divisors)
+        getattr(expected, name)(given * 2)
+        torch.testing.assert_close(quotients.unpad(), expected)
