@@ -40,11 +40,6 @@ class SizeClass:
     refusal: str | None
     is_decided: bool = True
 
-    @property
-    def is_accepted(self) -> bool:
-        """Return whether the program runs on these sizes."""
-        return self.refusal is None
-
 
 @dataclass(frozen=True)
 class AcceptedSizes:
