@@ -349,7 +349,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups, or the shape of a state entry, don't fit this optimizer's parameters.
-            KeyError: the state is another optimizer's.
+            KeyError: the state is another optimizer's, or that of a parameter lacks an entry.
             RuntimeError: the entries of the state were lost on the way.
         """
         with loading(self):

@@ -154,7 +154,7 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
 
     Raises:
         ValueError: an entry has another shape, or an option of a group is not supported.
-        KeyError: the state is another optimizer's.
+        KeyError: the state is another optimizer's, or lacks an entry.
     """
     groups = optimizer.param_groups
     was_underway = bool(former) and accumulation.is_underway(former)
@@ -177,17 +177,27 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
 def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
     """Replace what was wrapped by copies in the dtypes and on the devices that entries start with."""
     state, factory = optimizer.state, StateFactory(optimizer)
-    for p in group["params"]:
+    # What an option asks for is made in the next step where it is missing, as if the option had been set in between.
+    without_options = {name: 0 if isinstance(value, int | float) else value for name, value in group.items()}
+    needed = tuple(e for e in needed_entries(optimizer, without_options) if optimizer.needs_state(e, group))
+    for index, p in enumerate(group["params"]):
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue
         assert isinstance(wrapped.entries, Mapping)
+        missing = set(factory.entries_of(p, needed, group)) - _SHARED - set(wrapped.entries)
+        if missing and not set(wrapped.entries) <= _BESIDE:
+            name = group.get("param_names", {index: index})[index]
+            raise KeyError(f"the state of parameter {name} has {sorted(wrapped.entries)}, and lacks {sorted(missing)}")
         entries = {name: value for name, value in wrapped.entries.items() if value is not None}
         state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
         for name in entries:
             convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
 
 
-_SHARED = {"step", MASTER, AVERAGE, GRADIENT}
+_BESIDE = {MASTER, AVERAGE, GRADIENT}
+"""Entries that a parameter may have without any that `update` takes."""
+
+_SHARED = {"step", *_BESIDE}
 """Entries by which no optimizer is known."""
 
 

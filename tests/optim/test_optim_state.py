@@ -442,3 +442,71 @@ def test_a_state_from_before_torch_had_some_options_is_loaded(name: str) -> None
     ours.load_state_dict(saved)
     assert ours.param_groups[0]["lr"] == 0.5
     ours.step()
+
+
+ALWAYS = {
+    "Adam": ["exp_avg", "exp_avg_sq"],
+    "AdamW": ["exp_avg", "exp_avg_sq"],
+    "Adagrad": ["sum"],
+    "RMSprop": ["square_avg"],
+    "Adadelta": ["square_avg", "acc_delta"],
+    "NAdam": ["mu_product"],
+    "SOAP": ["left_basis"],
+}
+"""Entries that every parameter has that took a step, whatever the options."""
+
+
+@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name, found in ALWAYS.items() for entry in found])
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}])
+def test_a_state_that_lacks_an_entry_is_refused_by_its_name(name: str, entry: str, options: dict[str, bool]) -> None:
+    params = [Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = getattr(st.optim, name)(params, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    values = {key: value.clone() for key, value in optimizer.state[params[1]].items()}
+    broken = {**saved, "state": {**saved["state"], 1: {k: v for k, v in saved["state"][1].items() if k != entry}}}
+    with pytest.raises(KeyError, match=rf"the state of parameter 1 has .*, and lacks \['{entry}'\]"):
+        optimizer.load_state_dict(broken)
+    torch.testing.assert_close(dict(optimizer.state[params[1]]), values, rtol=0, atol=0)
+    optimizer.load_state_dict(saved)
+    named = getattr(st.optim, name)([("first", params[0]), ("second", params[1])], **options)
+    with pytest.raises(KeyError, match="the state of parameter second has"):
+        named.load_state_dict(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("Adam", "amsgrad", True), ("RMSprop", "momentum", 0.5), ("RMSprop", "centered", True), ("SGD", "momentum", 0.5)],
+)
+def test_a_state_saved_between_a_change_of_an_option_and_its_first_step_is_loaded(
+    name: str, option: str, value: float
+) -> None:
+    results = []
+    for is_loaded in (False, True):
+        w = Parameter(torch.ones(3))
+        w.grad = torch.ones(3)
+        optimizer = getattr(st.optim, name)([w], lr=0.1)
+        optimizer.step()
+        optimizer.param_groups[0][option] = value
+        if is_loaded:
+            saved = optimizer.state_dict()
+            optimizer = getattr(st.optim, name)([w], lr=0.1)
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        results.append(w.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+def test_parameters_that_took_no_step_lack_no_entry(state_dtype: str | None) -> None:
+    params = [Parameter(torch.ones(64, 64)) for _ in range(3)]
+    optimizer = st.optim.Adam(params, state_dtype=state_dtype, accumulate=2, ema=0.5)
+    params[0].grad = torch.ones(64, 64)
+    optimizer.step()  # the second one is the update
+    for _ in range(3):
+        params[1].grad = torch.ones(64, 64)
+        other = st.optim.Adam(params, state_dtype=state_dtype, accumulate=2, ema=0.5)
+        other.load_state_dict(optimizer.state_dict())
+        optimizer.step()
