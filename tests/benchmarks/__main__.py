@@ -24,6 +24,7 @@ from benchmarks import (
     policy,
     static,
     training_step,
+    varying,
 )
 
 # Each benchmark declares its options, and with them the function that runs it.
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
     "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
     "bucketed-training": ("training on batches of varying lengths, the same ways", bucketed_training.add_arguments),
+    "varying": ("whole jobs over varying lengths: eager, compiled, by hand, packed and here", varying.add_arguments),
     "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
     "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }
