@@ -17,7 +17,7 @@ from benchmarks.__main__ import main
 from benchmarks.rows import load
 from benchmarks.varying_cases import CASES, IGNORED, LENGTHS
 from benchmarks.varying_packed import Packing
-from benchmarks.varying_rows import JobRow, interval, markdown
+from benchmarks.varying_rows import JobRow, interval
 from benchmarks.varying_session import LIMITS
 
 pytest.importorskip("transformers")
@@ -55,8 +55,24 @@ def test_speech_is_not_packed_and_the_row_says_why(tmp_path: Path, capsys: pytes
     assert "convolutions" in rows["packed"].reason
     assert rows["bucketed"].difference is not None
     assert rows["bucketed"].difference <= 2
+    assert rows["bucketed"].fallbacks == 0
     assert "encode-speech, packed: its convolutions" in capsys.readouterr().out
-    assert "| packed | its convolutions over time" in markdown(list(rows.values()))
+    assert main(["varying", "--device", "cpu", "--page", str(tmp_path / "varying.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("`encode-speech`, lengths `librispeech-test`, 3 a batch, 4 distinct longest lengths")
+    assert "| packed | its convolutions over time" in shown
+    assert "| bucketed | " in shown
+
+
+@pytest.mark.slow
+def test_ways_in_processes_of_their_own_answer_in_turn(tmp_path: Path) -> None:
+    options = ["varying", "--tiny", "--processes", "--device", "cpu", "--case", "train-text", "--out", str(tmp_path)]
+    assert main([*options, "--rounds", "3", "--variants", "eager;packed"]) == 0
+    rows = load(JobRow, tmp_path / "varying.json")
+    assert [(row.variant, row.reason, row.visits, row.beside) for row in rows] == [
+        ("eager", "", 3, 0),
+        ("packed", "", 3, 0),
+    ]
 
 
 def without_step(step: Callable[..., Tensor], opt: object) -> Callable[..., Tensor]:

@@ -29,7 +29,7 @@ from rich.console import Console
 from benchmarks.processes import CACHES
 from benchmarks.rows import Setting, installed, load, save
 from benchmarks.varying_cases import CASES, LENGTHS
-from benchmarks.varying_rows import JobRow, of_visits, table
+from benchmarks.varying_rows import JobRow, of_visits, page, table
 from benchmarks.varying_session import LIMITS, Session
 from benchmarks.varying_variants import VARIANTS
 
@@ -179,9 +179,9 @@ class Table:
 
     def _worker(self, variant: str, folder: Path) -> Worker | Here:
         options = self.options
-        if options.tiny:
+        if options.tiny and not options.processes:
             return Here(_session(options, variant))
-        arguments = ["--case", options.case, "--device", options.device, "--row", variant]
+        arguments = ["--case", options.case, "--device", options.device, "--row", variant, *["--tiny"] * options.tiny]
         arguments += ["--batch", str(options.batch), "--steps", str(options.steps)]
         return Worker([*arguments, *(["--lengths", options.lengths] if options.lengths else [])], folder)
 
@@ -230,27 +230,31 @@ class Table:
                 steps, speeds = ([visit[name] for visit in visits] for name in ("step_ms", "per_s"))
                 figures = values | of_visits(steps, speeds, walls)
             lengths = options.lengths or CASES[options.case].lengths
-            found.append(
-                JobRow(options.case, lengths, variant, reason, installed("transformers"), setting, **figures)
-            )
+            found.append(JobRow(options.case, lengths, variant, reason, installed("transformers"), setting, **figures))
         return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
-    parser.add_argument("--case", choices=CASES, default="train-text", help="what is done (%(default)s)")
+    parser.add_argument(
+        "--case", choices=CASES, metavar="CASE", default="train-text", help="of %(choices)s (%(default)s)"
+    )
     parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by semicolons (%(default)s)")
-    parser.add_argument("--lengths", choices=LENGTHS, help="another distribution of lengths than the case's own")
+    parser.add_argument("--lengths", choices=LENGTHS, metavar="NAME", help="of %(choices)s; the case's own by default")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step (%(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="of the first pass (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="visits of each variant (%(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="after which no further round begins (%(default)s)")
     parser.add_argument("--limit", type=float, default=120, help="seconds that a first pass may take (%(default)s)")
     parser.add_argument("--beside", type=int, default=4, help="ways that compile at the same time (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="a small model, in this process: shows that it runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model, in this process: shows that it runs, no more"
+    )
+    parser.add_argument("--processes", action="store_true", help="tiny ways in processes, those that compile as well")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
+    parser.add_argument("--page", type=Path, help="print the rows of this file as tables of a page, measuring nothing")
     parser.add_argument("--row", metavar="VARIANT", help="measure one way here, told on stdin what to do")
     parser.set_defaults(run=run)
 
@@ -259,15 +263,20 @@ def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status, 1 where a way could not be measured."""
     if options.row:
         return serve(options)
+    if options.page:
+        print(page(load(JobRow, options.page)))
+        return 0
     case = CASES[options.case]
     chosen = options.variants.split(";")
     if unknown := [name for name in chosen if name not in VARIANTS]:
         raise SystemExit(f"unknown variants {unknown}; there are {';'.join(VARIANTS)}")
-    if options.tiny:
+    if options.tiny and not options.processes:
         chosen = [name for name in chosen if not VARIANTS[name].compiles]
     chosen = [name for name in chosen if VARIANTS[name].fits(case, options.device)]
     console = Console()
-    measured = Table(options, [name for name in chosen if not VARIANTS[name].reason(case, options.device)], console.print)
+    measured = Table(
+        options, [name for name in chosen if not VARIANTS[name].reason(case, options.device)], console.print
+    )
     with tempfile.TemporaryDirectory(prefix="subtensors-bench-") as folder:
         measured.measure(Path(folder))
     for name in chosen:

@@ -137,26 +137,31 @@ def _gpt2(tiny: bool) -> nn.Module:
     small = {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = _transformers().GPT2Config(**small if tiny else {"n_layer": 6}, **no_dropout, use_cache=False)
-    model: nn.Module = _transformers().GPT2LMHeadModel(config)
-    return model.train()
+    model = _transformers().GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # it is the default, whose warning would break a compiled graph in two
+    made: nn.Module = model.train()
+    return made
 
 
 def _wav2vec2(tiny: bool) -> nn.Module:
     """The base model's sizes, and norms over channels, as the larger models have: those that take a mask.
 
-    Its mask of feature vectors is written anew, for everyone: transformers' sets ones by an index, with a copy from the
-    host that no CUDA graph can hold.
+    Its mask of feature vectors is written anew, for everyone: transformers' copies the number that it sets from the
+    host, which no CUDA graph can hold.
     """
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    small |= {"conv_dim": (8, 8, 8), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 2)}
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"intermediate_size": 32, "conv_dim": (8, 8, 8), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 2)}
     small |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
     norms = {"feat_extract_norm": "layer", "conv_bias": True}
     config = _transformers().Wav2Vec2Config(**small if tiny else {}, **norms)
     model = _transformers().Wav2Vec2Model(config)
 
     def feature_mask(length: int, mask: Tensor, add_adapter: bool | None = None) -> Tensor:
-        lengths = model._get_feat_extract_output_lengths(mask.sum(-1))
-        return torch.arange(length, device=mask.device)[None] < lengths[:, None]
+        last = model._get_feat_extract_output_lengths(mask.sum(-1)) - 1
+        ends = torch.zeros((mask.shape[0], length), dtype=mask.dtype, device=mask.device)
+        ends[torch.arange(mask.shape[0], device=mask.device), last] = torch.ones_like(last, dtype=mask.dtype)
+        found: Tensor = ends.flip([-1]).cumsum(-1).flip([-1]).bool()
+        return found
 
     model._get_feature_vector_attention_mask = feature_mask
     made: nn.Module = model.eval()

@@ -41,7 +41,7 @@ class Packing:
 
     @staticmethod
     def of(batches: Sequence[Sequence[Tensor]], longest: int, labels: bool, more: int = 1) -> Packing:
-        """Return the smallest packing, in steps of 128 tokens, that holds every batch, or so many times its sequences."""
+        """Return the smallest packing, in steps of 128 tokens, for every batch, or for more sequences by a factor."""
         tokens = max(sum(map(len, batch)) for batch in batches)
         return Packing(-(-tokens // 128) * 128, longest, more * max(map(len, batches)), labels)
 
@@ -117,8 +117,8 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, causal:
     mask = number[:, None] == number[None, :]
     if causal:
         mask = mask.tril()
-    heads = (each.transpose(0, 1) for each in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
+    q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
 
 
 varlen_attn: Any = None

@@ -24,7 +24,7 @@ def interval(values: Sequence[float]) -> float | None:
     n = len(values)
     if n < 2:
         return None
-    return (STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.2) * stdev(values) / n**0.5
+    return float((STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.2) * stdev(values) / n**0.5)
 
 
 @dataclass(frozen=True)
@@ -160,3 +160,16 @@ def markdown(rows: Sequence[JobRow]) -> str:
             cells.append(f"**{cell}**" if value(row) is not None and value(row) == best.get(name) else cell)
         lines.append(f"| {row.variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def page(rows: Sequence[JobRow]) -> str:
+    """Return a table of each case and distribution of lengths, with what is above it."""
+    parts = []
+    for case, lengths in dict.fromkeys((row.case, row.lengths) for row in rows):
+        mine = [row for row in rows if (row.case, row.lengths) == (case, lengths)]
+        batch = next((row.batch for row in mine if row.batch), None)
+        distinct = max((row.distinct for row in mine if row.distinct), default=None)
+        versions = f"transformers {mine[0].transformers}"
+        head = f"`{case}`, lengths `{lengths}`, {batch} a batch, {distinct} distinct longest lengths in the first pass"
+        parts.append(f"{head} ({describe(mine)}, {versions}):\n\n{markdown(mine)}")
+    return "\n\n".join(parts)

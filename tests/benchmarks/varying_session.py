@@ -192,4 +192,3 @@ class Reference:
         if packed:
             return hidden[0, : sum(lengths)]
         return torch.cat([row[:n] for row, n in zip(hidden, lengths, strict=True)])
-
