@@ -14,6 +14,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -198,7 +199,11 @@ class Table:
                 answer = self.workers[variant].answer(min(deadline, time.monotonic() + self.options.limit))
             except Failed as error:
                 self.reasons[variant] = str(error)
-                self.workers[variant].end()
+                worker = self.workers[variant]
+                worker.end()
+                if isinstance(worker, Worker):
+                    self.options.out.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(worker.errors, self.options.out / f"varying-{self.options.case}-{variant}.log")
                 self.report(f"{variant}: {error}")
                 continue
             if what == "visit":
