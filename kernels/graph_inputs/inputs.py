@@ -31,10 +31,11 @@ def load_inputs_reference(
     sources: Sequence[Tensor], targets: Sequence[Tensor], sizes: Sequence[int], true_sizes: Tensor
 ) -> None:
     """Load inputs as an `InputLoader` does, in torch ops."""
-    for source, target in zip(sources, targets, strict=True):
+    for source, static in zip(sources, targets, strict=True):
+        target = static.detach()  # which may require grad where no result does
         if source.shape != target.shape:
             target.zero_()
-        target[tuple(map(slice, source.shape))].copy_(source)
+        target[tuple(map(slice, source.shape))].copy_(source.detach())
     true_sizes.copy_(torch.tensor(list(sizes), dtype=torch.int64, device="cpu"))
 
 

@@ -221,6 +221,13 @@ def test_no_backward_is_captured_without_grad(device: str) -> None:
             assert run(ids).is_inference()
 
 
+def test_results_that_need_no_gradient_come_of_inputs_that_require_one(device: str) -> None:
+    run = st.bucketed(lambda ids: ids.argmax(1), {"ids": {1: SEQ}})
+    for n in (5, 3, 4, 4):
+        x = torch.randn(2, n, 6, device=device, requires_grad=True)
+        assert torch.equal(run(x), x.argmax(1))
+
+
 @pytest.mark.parametrize("make", ["torch", "subtensors"])
 def test_a_training_step_is_one_graph(device: str, make: str) -> None:
     net, alone = TiedEmbedding(device), TiedEmbedding(device)
