@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from types import NoneType
 from typing import Any, TypeVar, cast
@@ -116,6 +116,12 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
     return counts
 
 
+def never_none(cls: type) -> frozenset[str]:
+    """The hyperparameters of a constructor that are not None by default, nor any of their numbers."""
+    parameters = inspect.signature(cls).parameters.values()
+    return frozenset(p.name for p in parameters if None not in _numbers(p.default))
+
+
 def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 
@@ -138,13 +144,19 @@ def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted
     return dict(values) if accepted is None else accepted.complete(values)
 
 
-def check_types(counts: Mapping[str, int], values: Values) -> None:
+def check_types(
+    counts: Mapping[str, int], values: Values, place: str = "", never_none: Collection[str] = frozenset()
+) -> None:
     """Raise TypeError where a hyperparameter is not the number that it should be; NaN is one here."""
     for name, count in counts.items():
         value = values.get(name)
-        are_numbers = all(x is None or isinstance(x, Real | Tensor) for x in _numbers(value))
-        if not are_numbers or (isinstance(value, tuple | list) and count == 1):
-            raise TypeError(f"Invalid {name}: {shown(value)}; expected {_number(count)}")
+        if type(value) is float and count == 1:
+            continue
+        is_wrong = isinstance(value, tuple | list) and count == 1
+        for x in _numbers(value):
+            is_wrong |= name in never_none if x is None else not isinstance(x, Real | Tensor)
+        if is_wrong:
+            raise TypeError(f"Invalid {name}: {shown(value)}{place}; expected {_number(count)}")
 
 
 def check_range(name: str, value: object, allowed: Range) -> None:

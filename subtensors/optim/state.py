@@ -22,7 +22,7 @@ from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.hyperparameters import OPTIONS, number_counts
+from subtensors.optim.hyperparameters import OPTIONS, Accepted, never_none, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
@@ -49,6 +49,7 @@ class SteppedOptimizer(Protocol):
     optional: ClassVar[Collection[str]]
     low_bit: ClassVar[Mapping[str, bool]]
     _initializers: ClassVar[Mapping[str, Initializer]]
+    _accepted: ClassVar[Accepted | None]
     _declaration: ClassVar[Declaration]
 
     param_groups: list[Group]
@@ -97,6 +98,8 @@ class Declaration:
         OPTIONS.update(self.hyperparameters)
         self.number_counts = number_counts(cls, function)
         """The hyperparameters that are numbers, and of how many each is."""
+        self.never_none = never_none(cls) if cls._accepted is not None else frozenset[str]()
+        """The hyperparameters that the class refuses as None; an `update` of a user's own may take any."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
         """The hyperparameters without a default in `update`."""
         self.option_names = (*self.hyperparameters, *IN_STEP)

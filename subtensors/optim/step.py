@@ -127,9 +127,13 @@ class Updater:
         group = optimizer.param_groups[index]
         params = group["params"]
         known = self.groups.get(index)
+        has_values = known is not None and known.has_values(group)
+        if not has_values:
+            place = f" in param_groups[{index}]"
+            check_types(self.declaration.number_counts, group, place, self.declaration.never_none)
         if (
             known is not None
-            and (known.has_values(group) or known.accept(group, needed_entries(optimizer, group)))
+            and (has_values or known.accept(group, needed_entries(optimizer, group)))
             and known.is_current(params, grads)
         ):
             return known.batches
@@ -170,8 +174,6 @@ class Updater:
             if name in group:
                 value = group[name]
                 if type(value) is not float:
-                    if type(value) is str:
-                        check_types(self.declaration.number_counts, {name: value})
                     value = _as_argument(value, device)
                 if type(value) is float and value == 0 and name in self.declaration.optional:
                     value = None

@@ -153,12 +153,42 @@ def test_tensors_and_numbers_of_numpy_are_numbers() -> None:
             st.optim.Lion([p], lr=bad)
 
 
-def test_a_string_that_is_put_into_a_group_later_is_refused_by_the_step() -> None:
-    (p,) = ones(1)
-    optimizer = st.optim.SGD([p], lr=0.1)
-    optimizer.param_groups[0]["lr"] = "x"
-    with pytest.raises(TypeError, match="Invalid lr: 'x'; expected a number"):
-        optimizer.step()
+@pytest.mark.parametrize(
+    ("make", "name", "value", "expected"),
+    [
+        (st.optim.SGD, "lr", "x", "a number"),
+        (st.optim.SGD, "lr", None, "a number"),
+        (st.optim.SGD, "weight_decay", None, "a number"),
+        (st.optim.ASGD, "lr", "x", "a number"),  # whose state is made of it
+        (st.optim.ASGD, "lambd", [1], "a number"),
+        (st.optim.AdamW, "betas", (0.9, "x"), "2 numbers"),
+        (st.optim.AdamW, "betas", (0.9, None), "2 numbers"),
+        (st.optim.Lion, "lr", {}, "a number"),
+    ],
+)
+def test_what_is_no_number_in_a_group_later_is_refused_by_the_step(
+    make: Any, name: str, value: Any, expected: str
+) -> None:
+    p, q = ones(2)
+    optimizer = make([{"params": [p]}, {"params": [q]}], lr=0.1)
+    for is_first in (True, False):
+        before = optimizer.param_groups[1][name]
+        optimizer.param_groups[1][name] = value
+        message = re.escape(f"Invalid {name}: {value!r} in param_groups[1]; expected {expected}")
+        with pytest.raises(TypeError, match=message):
+            optimizer.step()
+        optimizer.param_groups[1][name] = before
+        if is_first:
+            optimizer.step()
+
+
+def test_a_number_that_may_be_none_may_be_none_later() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    optimizer = st.optim.AdEMAMix([p], alpha_warmup=9)
+    optimizer.param_groups[0]["alpha_warmup"] = None
+    optimizer.step()
+    assert (p < 1).all()
 
 
 def test_a_loaded_string_is_refused_and_a_number_out_of_range_is_not_as_in_torch() -> None:
