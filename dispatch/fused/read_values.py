@@ -142,7 +142,7 @@ def _comparable(value: object) -> object:
         return value.__code__
     if isinstance(value, types.MethodType):
         return "method"
-    if isinstance(value, _NAMESPACES) or hasattr(value, "tobytes"):
+    if isinstance(value, _NAMESPACES) or hasattr(value.__class__, "tobytes"):
         return type(value)
     if isinstance(value, type | types.BuiltinFunctionType) or is_library(type(value).__module__):
         return _Same(value)
@@ -227,11 +227,11 @@ class _Walk:
                 self._watch(lambda: [value()], [f"{name}()"])
             case attrgetter() | methodcaller():
                 self.names |= _words_in(value.__reduce__()[1])
-            case _ if hasattr(value, "tobytes"):
+            case _ if hasattr(value.__class__, "tobytes"):
                 if len(value.tobytes()) > 8 * MAX_ITEMS:
                     self._refuse(f"reads {name}{_TOO_MANY.format('an array')}", name)
                 self._watch(lambda: [value.tobytes()], [f"the contents of {name}"])
-            case _ if hasattr(value, "__wrapped__"):
+            case _ if getattr_static(value, "__wrapped__", None) is not None:
                 self._visit(name, value.__wrapped__, is_root)
             case _ if not isinstance(value, types.BuiltinFunctionType):
                 self._visit_object(name, value, is_root)
@@ -297,7 +297,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             children = value._modules
             self._watch_items(children, [n for n in children if n in self.names], f"{name}.", length=False)
-        attributes = getattr(value, "__dict__", None)
+        attributes = value.__dict__ if kind.__dictoffset__ else None
         if isinstance(attributes, dict):
             found = [n for n in attributes if n in self.names]
             if found or not is_library(kind.__module__):

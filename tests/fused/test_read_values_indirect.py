@@ -218,3 +218,31 @@ def test_an_object_that_hands_on_attributes_is_not_refused():
     assert scaled(function) == 2
     settings.rate = 5.0
     assert scaled(function) == 5
+
+
+@pytest.mark.parametrize("error", [KeyError, RuntimeError])
+def test_an_object_may_have_any_error_for_attributes_that_it_has_not(error):
+    class Values:
+        __slots__ = ("held",)
+
+        def __getattr__(self, name):
+            if name != "rate":
+                raise error(name)
+            return self.held[0]
+
+    class Options(Values):
+        pass
+
+    for make in (Values, Options):
+        values = make()
+        values.held = [2.0]
+
+        @st.fused
+        def scale(p, values=values):
+            p.mul_(values.rate)
+
+        p = st.TensorList([torch.ones(1)])
+        scale(p)
+        values.held[0] = 5.0
+        scale(p)
+        assert p[0].item() == 10.0
