@@ -184,7 +184,7 @@ def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue
         assert isinstance(wrapped.entries, Mapping)
-        missing = set(factory.entries_of(p, needed, group)) - _SHARED - set(wrapped.entries)
+        missing = set(factory.entries_of(p, needed, group)) - _BESIDE - set(wrapped.entries)
         if missing and not set(wrapped.entries) <= _BESIDE:
             name = group.get("param_names", {index: index})[index]
             raise KeyError(f"the state of parameter {name} has {sorted(wrapped.entries)}, and lacks {sorted(missing)}")

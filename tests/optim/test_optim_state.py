@@ -445,13 +445,13 @@ def test_a_state_from_before_torch_had_some_options_is_loaded(name: str) -> None
 
 
 ALWAYS = {
-    "Adam": ["exp_avg", "exp_avg_sq"],
+    "Adam": ["exp_avg", "exp_avg_sq", "step"],
     "AdamW": ["exp_avg", "exp_avg_sq"],
-    "Adagrad": ["sum"],
+    "Adagrad": ["sum", "step"],
     "RMSprop": ["square_avg"],
     "Adadelta": ["square_avg", "acc_delta"],
     "NAdam": ["mu_product"],
-    "SOAP": ["left_basis"],
+    "SOAP": ["left_basis", "step"],
 }
 """Entries that every parameter has that took a step, whatever the options."""
 
