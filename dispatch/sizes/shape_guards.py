@@ -8,6 +8,7 @@ that take the same path through the program, whether it returns or raises.
 from __future__ import annotations
 
 import contextlib
+import dis
 import itertools
 import logging
 import traceback
@@ -146,9 +147,15 @@ def error_message(error: Exception) -> str:
 
 
 def _is_in_message(texts: Sequence[tuple[CodeType, int]], error: Exception | None) -> bool:
-    """Return whether all lines that took the text of a size are of statements that raised an error."""
-    raised = {step.tb_frame.f_code: step.tb_lineno for step in _steps(error)}
-    return all(line >= raised.get(code, line + 1) for code, line in texts)
+    """Return whether all instructions that took the text of a size lead straight to the `raise` of an error."""
+    if not texts or error is None:
+        return not texts
+    *_, last = _steps(error)
+    code, end = last.tb_frame.f_code, last.tb_lasti
+    start = min(place for _, place in texts)
+    between = [i for i in dis.get_instructions(code) if start <= i.offset <= end]
+    is_straight = bool(between) and not any(i.opcode in _JUMPS for i in between)
+    return is_straight and between[-1].opname == "RAISE_VARARGS" and all(own is code for own, _ in texts)
 
 
 def _steps(error: Exception | None) -> Iterator[TracebackType]:
@@ -169,6 +176,8 @@ def _is_raised_by_arithmetic(error: Exception) -> bool:
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith(("torch.fx.experimental.", "torch.utils._sympy.", "sympy."))
 
+
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
 _TORCH = str(Path(torch.__file__).parent)
 _TORCH_NN = str(Path(nn.__file__).parent)

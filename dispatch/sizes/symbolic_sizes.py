@@ -85,7 +85,7 @@ class SymbolicSizes(ConcreteSizes):
         self.symbols: dict[sympy.Symbol, str] = {}
         """The names of the sizes, by their symbols in `guards`."""
         self.texts: list[tuple[CodeType, int]] = []
-        """The lines of the program that took a size as text, which records no condition."""
+        """The instructions of the program that took a size as text, which records no condition."""
         for name, size in sizes.items():
             source = ConstantSource(name)
             symbol = self._env.create_symbol(
@@ -108,7 +108,7 @@ class SymbolicSizes(ConcreteSizes):
             frame = sys._getframe(1)
             module = str(frame.f_globals.get("__name__"))
             if module != __name__ and module.partition(".")[0] not in ("torch", "sympy"):
-                self.texts.append((frame.f_code, frame.f_lineno))
+                self.texts.append((frame.f_code, frame.f_lasti))
             return text(number)
 
         return text_of

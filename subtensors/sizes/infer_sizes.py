@@ -29,8 +29,8 @@ MAX_SIZE = 512
 MAX_POINTS = 1 << 20
 """The most combinations of sizes considered; beyond it, the largest sizes of each Dim except its max are left out."""
 
-MAX_CLASSES = 64
-"""The most paths through the program that are searched for."""
+MAX_CLASSES = 65
+"""The most paths through the program that are searched for: one for each size from 0 to 64."""
 
 DimsOf = Mapping[int, "Dim | str"]
 
