@@ -155,8 +155,8 @@ def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kw
         if not is_view or op.overloadpacket is aten.as_strided:
             raise
         # A view of the replicated value may be written through; a materialized copy may not.
-        log_fallback(missing)
         results = record(op, *(replicated(v) if isinstance(v, LazyValue) else v for v in values), **named)
+        log_fallback(missing)
     refs = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
     if is_view and args and isinstance(args[0], LazyTensor):
         views = [ref for ref in tree_leaves(refs) if isinstance(ref, AliasRef)]

@@ -115,15 +115,17 @@ def handle_torch_function(
     states = generator_states(args)
     try:
         return record_call(kind, func, args, kwargs)
-    except NeedsMaterialize as missing:
-        log_fallback(missing)
+    except NeedsMaterialize as error:
+        missing = NeedsMaterialize(error.op, error.reason)  # without a traceback, whose frames hold tensors
     except RuntimeError as error:
         if "not allocated" not in str(error) and "data pointer" not in str(error):
             raise
-        log_fallback(NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory"))
+        missing = NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory")
     for set_state, state in states:  # ops that were recorded before may have drawn random numbers
         set_state(state)
-    return call_materialized(func, args, kwargs)
+    result = call_materialized(func, args, kwargs)
+    log_fallback(missing)  # not in front of an error of the program's own
+    return result
 
 
 def _linear(kind: Kind, input: object, weight: object, bias: object = None) -> Tensor | None:
