@@ -228,11 +228,11 @@ class _Walk:
             case attrgetter() | methodcaller():
                 self.names |= _words_in(value.__reduce__()[1])
             case _ if hasattr(value.__class__, "tobytes"):
-                if len(value.tobytes()) > 8 * MAX_ITEMS:
+                if len(methodcaller("tobytes")(value)) > 8 * MAX_ITEMS:
                     self._refuse(f"reads {name}{_TOO_MANY.format('an array')}", name)
-                self._watch(lambda: [value.tobytes()], [f"the contents of {name}"])
+                self._watch(lambda: [methodcaller("tobytes")(value)], [f"the contents of {name}"])
             case _ if getattr_static(value, "__wrapped__", None) is not None:
-                self._visit(name, value.__wrapped__, is_root)
+                self._visit(name, attrgetter("__wrapped__")(value), is_root)
             case _ if not isinstance(value, types.BuiltinFunctionType):
                 self._visit_object(name, value, is_root)
 

@@ -229,6 +229,6 @@ def test_values_too_large_for_their_limit_are_explained_beside_the_loss_that_fit
 def test_an_error_of_the_program_is_raised_without_a_word_about_chunks(caplog: pytest.LogCaptureFixture) -> None:
     h = st.chunk(torch.randn(4, 5), rows=2)
     for program in (lambda: F.linear(h, torch.ones(3, 4)), lambda: h + torch.ones(7), lambda: h.view(3, 3)):
-        with pytest.raises(RuntimeError, match="shape|size"):
+        with pytest.raises(RuntimeError, match=r"shape|size"):
             program()
     assert not caplog.records

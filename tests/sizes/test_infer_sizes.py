@@ -132,9 +132,8 @@ def refused_by_a_table_of_text(x: Tensor) -> Tensor:
     return x * {"5": 3, "6": 4}[str(x.shape[0])]
 
 
-BY_TEXT = [
-    cached, refused_by_text, refused_by_text_in_the_same_line, refused_by_a_function_of_text, refused_by_a_table_of_text,
-]  # fmt: skip
+BY_TEXT = [cached, refused_by_text, refused_by_text_in_the_same_line]
+BY_TEXT += [refused_by_a_function_of_text, refused_by_a_table_of_text]
 
 
 @pytest.mark.parametrize("program", BY_TEXT)
