@@ -40,7 +40,7 @@ from subtensors.dispatch.ops.rule_table import RuleTable
 from subtensors.dispatch.ops.tree import Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, known_sizes, unpadded_value
-from subtensors.dispatch.padded.positions import with_factors
+from subtensors.dispatch.padded.positions import watching_bounds, with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, size_of
 from subtensors.dispatch.sizes.expressions import Size
@@ -73,8 +73,8 @@ def observed() -> Iterator[list[str]]:
 
 
 def is_observed() -> bool:
-    """Return whether anything records which rules run."""
-    return bool(_observers)
+    """Return whether anything notes which rules run, or what they read."""
+    return bool(_observers or watching_bounds)
 
 
 class PaddedCall(BoundCall[PaddedValue]):
@@ -87,10 +87,6 @@ class PaddedCall(BoundCall[PaddedValue]):
 
     def __init__(self, op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> None:
         super().__init__(op, args, kwargs, PaddedValue)
-        self.unchanged: PyTree = None
-        self.reads_sizes = False
-        """True if the rule asked the host for a true size: its outcome is one of these sizes alone."""
-        """The result of the op on the operands' own storages; None until it has run on them."""
         self.is_across = False
         """True if the op combines positions of a padded dim, by its dimension map."""
         self.label_dims: Mapping[Label, Factors] = {}
@@ -110,12 +106,8 @@ class PaddedCall(BoundCall[PaddedValue]):
         dense = [_dense_of(x) for x in inputs.values()]
         count = self._positional
         if len(dense) == count:
-            out = self.op(*dense)
-        else:
-            out = self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
-        if not changed or all(map(_is_own, self.arguments.values(), dense)):
-            self.unchanged = out
-        return out
+            return self.op(*dense)
+        return self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
 
     @property
     def is_tracked(self) -> bool:
@@ -133,10 +125,6 @@ def _dense_of(x: PyTree) -> PyTree:
     if type(x) is PaddedValue:
         return x.dense
     return tree_map_only(PaddedValue, _dense_of, x) if isinstance(x, tuple | list | dict) else x
-
-
-def _is_own(x: object, dense: object) -> bool:
-    return dense is (x.dense if isinstance(x, PaddedValue) else x)
 
 
 def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
@@ -251,7 +239,6 @@ def require_size(call: PaddedCall, sizes: TrueSizes | None, size: Size, least: i
     Raises:
         UnsupportedCall: the host knows a smaller one.
     """
-    call.reads_sizes = True
     if sizes is not None and not sizes.allow(size, least):
         raise UnsupportedCall(f"a size of {size} is below {least}")
 
@@ -261,7 +248,6 @@ def require_elements(call: PaddedCall, x: PaddedValue, reduced: Sequence[int]) -
 
     A row of a ragged batch that alone has no elements gives the neutral element, or NaN.
     """
-    call.reads_sizes = True
     for d in filter(x.is_padded, reduced):
         size = size_of(x.dims[d])
         if x.sizes is None or not x.sizes.differs_by_row(size):

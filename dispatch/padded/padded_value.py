@@ -8,10 +8,11 @@ gradient) masks the gradient of its result.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol, valid_positions
+from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
     Factors,
@@ -47,6 +48,26 @@ EDGE_FILL: Literal["edge"] = "edge"
 """The fill with the value at the first position of each padded dim: ops on the padding see only valid values."""
 
 Fill = Number | Literal["finite", "edge"]
+View: TypeAlias = Literal["", "alias", "copy"]
+
+
+@dataclass(eq=False, frozen=True)
+class Layout:
+    """Properties by which rules decide besides true sizes: one object for all values that share them."""
+
+    dims: tuple[Factors, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fill: Fill | None
+    view: View
+
+
+@functools.lru_cache(4096)
+def layout_of(
+    dims: tuple[Factors, ...], dtype: torch.dtype, device: torch.device, fill: Fill | None, view: View, written: str
+) -> Layout:
+    """Return a layout; `written`, the text of the fill, tells 0 from -0.0 and False."""
+    return Layout(dims, dtype, device, fill, view)
 
 
 @dataclass(eq=False)
@@ -66,7 +87,7 @@ class PaddedValue:
     dims: tuple[Factors, ...]
     sizes: TrueSizes | None = None
     fill: Fill | None = None
-    view: Literal["", "alias", "copy"] = ""
+    view: View = ""
     tracker: GradientTracker | None = None
     _padded_dims: list[int] | None = field(default=None, init=False, repr=False)
 
@@ -121,18 +142,7 @@ class PaddedValue:
             bool, broadcastable to `dense`; None when every element is valid.
         """
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
-        if not wanted or self.sizes is None:
-            return None
-        if self.sizes.is_captured and not self.sizes.serves_one_run:
-            return valid_positions(self.dims, wanted, self.sizes)
-        key = (self.dims, wanted)
-        found = self.sizes.masks.get(key)
-        if found is None:
-            found = valid_positions(self.dims, wanted, self.sizes)
-            if found is None:
-                return None
-            self.sizes.masks[key] = found
-        return found
+        return self.sizes.mask(self.dims, wanted) if wanted and self.sizes is not None else None
 
     def valid_count(self, dims: Sequence[int]) -> Tensor:
         """Count the valid elements along some dims, which are kept with size 1."""
@@ -227,7 +237,7 @@ class PaddedValue:
         if self.tracker is not None:
             self.tracker.conditions.append([r.tracker or GradientTracker() for r in results])
 
-    def as_view(self, view: Literal["", "alias", "copy"]) -> PaddedValue:
+    def as_view(self, view: View) -> PaddedValue:
         """Return this value, marked as a view of this kind."""
         return PaddedValue(self.dense, self.dims, self.sizes, self.fill, view, self.tracker)
 

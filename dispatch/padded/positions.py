@@ -250,7 +250,7 @@ def flattened(x: PaddedValue) -> PaddedValue:
     return PaddedValue(flat, (factors,) if factors else static_dims(flat.shape), x.sizes)
 
 
-_watching: list[Callable[[str], None]] = []
+watching_bounds: list[Callable[[str], None]] = []
 
 
 @contextmanager
@@ -260,11 +260,11 @@ def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
     Args:
         report: called with a description.
     """
-    _watching.append(report)
+    watching_bounds.append(report)
     try:
         yield
     finally:
-        _watching.pop()
+        watching_bounds.pop()
 
 
 def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
@@ -277,7 +277,7 @@ def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int 
         ends: the exclusive bound of each position, broadcastable to the index; by default the true size of the dim, for
             an index with the dims of `x`.
     """
-    if not _watching or not x.is_padded(d) or is_traced(index.dense):
+    if not watching_bounds or not x.is_padded(d) or is_traced(index.dense):
         return
     if index.dense.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -289,4 +289,6 @@ def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int 
     beyond = positions >= ends
     if bool(beyond.any()):
         worst = int(positions[beyond.expand(positions.shape)].max())
-        _watching[-1](f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})")
+        watching_bounds[-1](
+            f"position {worst} of dim {d} is padding: the true size there is less; count to x.count({d})"
+        )

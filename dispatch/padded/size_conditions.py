@@ -123,6 +123,7 @@ class SizeConditions:
 
 class _Noting(threading.local):
     into: SizeConditions | None = None
+    host_reads = 0  # how often any sizes were asked for values: what did not ask holds for others of their kind
 
 
 noting = _Noting()

@@ -83,7 +83,7 @@ def _select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:
         raise UnsupportedCall("it selects a row of a ragged batch")
     assert x.sizes is not None
     rest = [factors for i, factors in enumerate(x.dims) if i != d]
-    return result(x.dense.select(d, index), rest, x.sizes.of_row(index), x.fill)
+    return result(x.dense.select(d, index), rest, x.sizes.of_rows(index), x.fill)
 
 
 def _size_on_host(x: PaddedValue, d: int) -> int | None:

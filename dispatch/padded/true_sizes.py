@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ class SizeKey(NamedTuple):
     buckets: tuple[int, ...]
 
 
+_kind = lru_cache(4096)(lambda *_: object())
+
+
 class TrueSizes:
     """The values of some symbols: one number each, or one for each row of a ragged batch.
 
@@ -64,13 +67,19 @@ class TrueSizes:
         """True if made for a single run of a program, in which each mask and expression is computed once."""
         self._values_by_size: dict[Size, Tensor] = {}
 
-    @property
+    @cached_property
+    def kind(self) -> object:
+        """An object that all sizes of these symbols, buckets and rows share: the key of what holds for them all."""
+        return _kind(self.key, self.rows, self.serves_one_run)
+
+    @cached_property
     def rows(self) -> int | None:
         """The number of rows of the ragged batch; None when each size is one number."""
         return self.values.shape[1] if self.values.dim() == 2 else None
 
     def host(self) -> tuple[HostSize, ...]:
         """Return the values as Python ints; wait for the device if only it knows them."""
+        noting.host_reads += 1
         if self._host is None:
             listed = self.values.tolist()
             self._host = tuple(tuple(v) if isinstance(v, list) else v for v in listed)
@@ -79,6 +88,7 @@ class TrueSizes:
     @property
     def known_on_host(self) -> bool:
         """Return whether `host()` can answer without waiting for the device; False in a graph capture."""
+        noting.host_reads += 1
         return self._host is not None and not self.is_captured
 
     def each_on_host(self, size: Size) -> tuple[int, ...]:
@@ -141,6 +151,18 @@ class TrueSizes:
             values = torch.cat([count, values])
         return size_on_device(size, symbols, values)
 
+    def mask(self, dims: tuple[Factors, ...], wanted: tuple[int, ...]) -> Tensor | None:
+        """Return `valid_positions` of these sizes, computed once unless a captured graph serves other ones."""
+        if self.is_captured and not self.serves_one_run:
+            return valid_positions(dims, wanted, self)
+        found = self.masks.get((dims, wanted))
+        if found is None:
+            with without_overrides():  # a recorded rule asks for the mask, and doesn't repeat how it was made
+                found = valid_positions(dims, wanted, self)
+            if found is not None:
+                self.masks[dims, wanted] = found
+        return found
+
     def fill(self, value: float, dtype: torch.dtype, device: torch.device) -> float | Tensor:
         """Return a number to put into padding; within a single run, as a tensor that is made once."""
         if not self.serves_one_run:
@@ -178,15 +200,15 @@ class TrueSizes:
         """Return a copy in new memory."""
         return TrueSizes(self.symbols, self.buckets, self.values.clone(), self._host)
 
-    def of_row(self, row: int) -> TrueSizes:
-        """Return the sizes of one row of a ragged batch, counted from the end if negative."""
-        host = None if not self.known_on_host else tuple(_row_of(size, row) for size in self.host())
-        return TrueSizes(self.symbols, self.buckets, self.values[:, row], host)
-
-    def of_rows(self, rows: slice) -> TrueSizes:
-        """Return the sizes of some rows of a ragged batch."""
-        host = None if not self.known_on_host else tuple(_rows_of(size, rows) for size in self.host())
+    def of_rows(self, rows: int | slice) -> TrueSizes:
+        """Return the sizes of some rows of a ragged batch, or of one, counted from the end if negative."""
+        host = tuple(n if isinstance(n, int) else n[rows] for n in self.host()) if self.known_on_host else None
         return TrueSizes(self.symbols, self.buckets, self.values[:, rows], host)
+
+    def agree_with(self, other: TrueSizes) -> bool:
+        """Return whether the host knows that the sizes of a tensor that was padded apart are the same."""
+        is_known = self.kind is other.kind and self._host is not None and self._host == other._host
+        return is_known and not self.is_captured and not other.is_captured
 
     def to(self, device: torch.device) -> TrueSizes:
         """Return the same sizes on another device."""
@@ -204,14 +226,6 @@ def _each_on_host(
         assigned = {s: n if isinstance(n, int) else n[row] for s, n in zip(symbols, host, strict=True)}
         found.append(int(size.xreplace({**assigned, rows_symbol(): rows or 1})))
     return tuple(found)
-
-
-def _row_of(size: HostSize, row: int) -> HostSize:
-    return size if isinstance(size, int) else size[row]
-
-
-def _rows_of(size: HostSize, rows: slice) -> HostSize:
-    return size if isinstance(size, int) else size[rows]
 
 
 def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:

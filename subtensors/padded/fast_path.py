@@ -2,21 +2,19 @@
 
 In torch's dispatcher every tensor of a call is replaced by a placeholder and back, which takes the host longer than the
 op itself. Where a call turned out to be one op, `learn` notes which argument is which of the op's. Another call of the
-function is that op again if its other arguments are the same and its tensors are alike; with
-autocast and every mode off, nothing between the function and the rule can change it. So the op's rule runs directly.
+function is that op again if its other arguments are the same and its tensors are alike; with autocast and every mode
+off, nothing between the function and the rule can change it. So the op's rule runs directly.
 
-A rule looks at dims, fills and dtypes, and often finds nothing to fill or to mask. If it only ran the op on its
-operands' storages, a repeat does the same: then its `Outcome` is reused, and the call is the op and a new
-wrapper. That holds where the rule depends on nothing else, such as true sizes known on the host, and where autograd
-tracks nothing. A pointwise op that may write to all of its argument's storage, padding included, is repeated likewise.
+Where autograd tracks nothing, the torch calls that a rule makes are recorded (`recorded_rules.py`): a repeat is these
+calls on the storages, a mask that the true sizes hold, and a new wrapper. If the rule asked the host for true sizes,
+its `Outcome` is one of these sizes alone. A pointwise op that may write to all of its argument's storage, padding
+included, is repeated likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +26,24 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.interpreter import PaddedCall, is_observed
 from subtensors.dispatch.padded.padded_size import PADDED_SIZES, PaddedSize
-from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, unpadded_value
-from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.sizes.dim_factors import Factors
+from subtensors.dispatch.padded.padded_value import PaddedValue
+from subtensors.dispatch.padded.recorded_rules import (
+    BINDINGS,
+    LISTS,
+    Note,
+    Outcome,
+    Place,
+    RuleRecording,
+    SingleOp,
+    bindings,
+    has_tensors,
+    outcome_of,
+)
+from subtensors.dispatch.padded.true_sizes import TrueSizes, noting
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results
-from subtensors.padded.padded_tensor import PaddedTensor, View, fill_of, wrap_dense
-from subtensors.padded.views import is_current, refresh_copies, remember_views
+from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap_layout
+from subtensors.padded.views import is_current, refresh_copies, remember_aliases, remember_views
 
 aten = torch.ops.aten
 
@@ -54,68 +63,24 @@ SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
 }
 """Functions of a list of sizes, or of as many arguments, or of none; and the op that each is, or may skip."""
 
+_TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _SEQUENCES = frozenset([tuple, list, torch.Size])
-_LISTS = frozenset([tuple, list])
 _INTS = PADDED_SIZES | {int}
 _INDICES = frozenset([int, type(None), type(...)])
-_TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
 
 
-class CallKey(NamedTuple):
-    """The part of a call that decides which op it is, and its arguments.
+CallKey = tuple[
+    tuple[object, ...], tuple[PyTree, ...], list[PyTree], tuple[object, ...], TrueSizes | None
+]  # fmt: skip
+"""The part of a call that decides which op it is, and its arguments.
 
-    Args:
-        values: equal for calls that are the same op.
-        given: the arguments, by position and then by name.
-        operands: the same, with storages in place of PaddedTensors.
-        floats: the floats among them.
-        sizes: the true sizes of all its padded operands; None where its outcome may depend on more.
-    """
-
-    values: tuple[object, ...]
-    given: tuple[PyTree, ...]
-    operands: list[PyTree]
-    floats: tuple[object, ...]
-    sizes: TrueSizes | None
-
-
-Outcome = list[tuple[tuple[Factors, ...], Fill | None, View]]
-"""The dims, the fill and the view of each result, as in `PaddedValue`."""
-
-
-class _Place(NamedTuple):
-    """The place of an argument of the call among those of its op."""
-
-    at: int
-
-
-@dataclass(eq=False)
-class SingleOp:
-    """A call that is one op.
-
-    Args:
-        op: the op.
-        args, kwargs: its arguments, with a place for each tensor and each float that the call was given.
-        fixed: the text of floats without a place, by their position in the call.
-        results: the type of several results; None of a single one.
-        writes: True if it writes to all of the first argument's storage, whose padding is undefined.
-        outcomes: by the floats of a call.
-    """
-
-    op: OpOverload
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree]
-    fixed: Mapping[int, str] = field(default_factory=dict)
-    results: type | None = None
-    writes: bool = False
-    outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
-
-    def arguments(self, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
-        """Return the op's arguments for those of a call."""
-        args = [given[x.at] if type(x) is _Place else x for x in self.args]
-        named = self.kwargs.items()
-        return args, {name: given[x.at] if type(x) is _Place else x for name, x in named} if named else {}
+1. Values that are equal for calls that are the same op.
+2. The arguments, by position and then by name.
+3. The same, with storages in place of PaddedTensors.
+4. The floats among them.
+5. The true sizes of all its padded operands; None where its outcome may depend on more.
+"""
 
 
 _calls: dict[tuple[object, ...], SingleOp | None] = {}
@@ -137,10 +102,10 @@ def try_fast_path(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
         if len(args) == 1 + (func is not Tensor.contiguous) and type(args[-1]) in (*_SEQUENCES, PaddedTensor):
             return run_op(SHAPE_OPS[func], func, args, kwargs)
     key = call_key(func, args, kwargs)
-    single = _calls.get(key.values) if key is not None else None
+    single = _calls.get(key[0]) if key is not None else None
     if key is None or single is None:
         return NotImplemented
-    if single.fixed and any(repr(key.given[i]) != x for i, x in single.fixed.items()):
+    if single.fixed and any(repr(key[1][i]) != x for i, x in single.fixed.items()):
         return NotImplemented
     return _run(single, key, func, args, kwargs)
 
@@ -159,72 +124,106 @@ def run_op(op: OpOverload, func: Callable[..., PyTree], args: Args, kwargs: Kwar
     """
     key = call_key(op, args, kwargs)
     if key is None:
-        key = CallKey((), (*args, *kwargs.values()), [], (), None)
-    single = _calls.get(key.values)
+        key = (), (*args, *kwargs.values()), [], (), None
+    values, given, *_ = key
+    single = _calls.get(values)
     if single is None:
-        places = [_Place(i) for i in range(len(key.given))]
+        places = [Place(i) for i in range(len(given))]
         single = SingleOp(op, places[: len(args)], dict(zip(kwargs, places[len(args) :], strict=True)))
-        if key.values:
-            _remember(key, single)
+        if values:
+            _remember(values, single)
     return _run(single, key, func, args, kwargs)
 
 
 def _run(single: SingleOp, key: CallKey, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    is_repeatable = key.sizes is not None and not is_observed() and not _is_tracked(key.given)
-    known = single.outcomes.get(key.floats)
-    if is_repeatable and (known is not None or single.writes):
-        if kwargs or type(func) is FunctionType:
-            op_args, op_kwargs = single.arguments(key.operands)
-            dense = single.op(*op_args, **op_kwargs)
-        else:  # torch's own binding of the op takes the host less time than the op's overload
-            dense = func(*key.operands)
-        if known is None:
-            refresh_copies(args[0])
-            return args[0]
-        results: PyTree
-        if single.results is None:
-            results = wrap_dense(dense, known[0][0], key.sizes, known[0][1], known[0][2])
-        else:
-            given = zip(dense, known, strict=True)
-            results = single.results([wrap_dense(t, dims, key.sizes, fill, view) for t, (dims, fill, view) in given])
-        if known[0][2] and torch.is_grad_enabled():
-            remember_views(func, args, kwargs, results, [])
-        return results
+    _, given, operands, floats, sizes = key
+    at: object = floats
+    if sizes is not None and (is_observed() or (torch.is_grad_enabled() and _is_tracked(given))):
+        sizes = None
+    known = None
+    if sizes is not None:
+        known = single.outcomes.get(at)
+        if type(known) is not Outcome and known is Note.BY_HOST:
+            at = at, sizes.host() if sizes.known_on_host else None
+            # With sizes to be noted the rule runs in every call.
+            known = single.outcomes.get(at) if noting.into is None else Note.UNREPEATABLE
+        if type(known) is Outcome:
+            program, layouts, views = known
+            out = program(operands, sizes)
+            if single.results is None:
+                results = out if layouts[0] is None else wrap_layout(out, layouts[0], sizes)
+            else:
+                pairs = zip(out, layouts, strict=True)
+                results = single.results([t if own is None else wrap_layout(t, own, sizes) for t, own in pairs])
+            if views and torch.is_grad_enabled():
+                if views == "of the first" and args:
+                    remember_aliases(func, args, kwargs, results)
+                else:
+                    listed = [results] if single.results is None else results
+                    plain = [t for t, own in zip(listed, layouts, strict=True) if own is None]
+                    remember_views(func, args, kwargs, results, plain)
+            return results
     if single.writes:
-        return NotImplemented
-    values: dict[int, PaddedValue] = {}
+        if sizes is None:
+            return NotImplemented
+        if kwargs or type(func) not in BINDINGS:
+            op_args, op_kwargs = _arguments(single, operands)
+            single.op(*op_args, **op_kwargs)
+        else:
+            func(*operands)
+        refresh_copies(args[0])
+        return args[0]
+    if len(single.outcomes) >= MAX_CALLS:
+        single.outcomes.clear()
+    found: dict[int, PaddedValue] = {}
     # A view that is older than the last write to its base is retaken here, by a call of its own.
-    op_args, op_kwargs = single.arguments([_value_of(x, values) for x in key.given])
+    op_args, op_kwargs = _arguments(single, [_value_of(x, found) for x in given])
+    for value in found.values():
+        if sizes is not None and value.sizes is not None:
+            value.sizes = sizes  # of tensors padded apart, too: the host knows that they agree
     with torch._C.DisableTorchFunctionSubclass():
         call = PaddedCall(single.op, op_args, op_kwargs)
-        out = rules.run_call(call)
-    outs = [out] if single.results is None else out
-    if is_repeatable and call.unchanged is not None and not call.reads_sizes and len(single.outcomes) < MAX_CALLS:
-        pairs = zip([call.unchanged] if single.results is None else call.unchanged, outs, strict=True)
-        if all(t is x.dense and x.sizes is key.sizes and x.view != "copy" and x.padded_dims for t, x in pairs):
-            single.outcomes[key.floats] = [(x.dims, x.fill, x.view) for x in outs]
+        if sizes is None or known is Note.UNREPEATABLE or (known is None and at):
+            if sizes is not None and known is None:
+                # A number that a program computes, or a size, may never come again.
+                single.outcomes[at] = Note.SEEN
+            out = rules.run_call(call)
+            outs = [out] if single.results is None else out
+        else:
+            with RuleRecording(
+                operands, sizes, bindings(None if kwargs else func, call, single, operands)
+            ) as recording:
+                out = rules.run_call(call)
+            outs = [out] if single.results is None else out
+            if recording.reads_host and at is floats:
+                single.outcomes[at] = Note.BY_HOST
+                at = at, sizes.host() if sizes.known_on_host else None
+            single.outcomes[at] = outcome_of(recording, outs, sizes, given, single.results is not None)
     results = wrap_results(outs, func, args, kwargs)
     return results[0] if single.results is None else single.results(results)
 
 
+def _arguments(single: SingleOp, given: Sequence[PyTree]) -> tuple[list[PyTree], Kwargs]:
+    """Return the op's arguments for those of a call."""
+    args = [given[x.at] if type(x) is Place else x for x in single.args]
+    named = single.kwargs.items()
+    return args, {name: given[x.at] if type(x) is Place else x for name, x in named} if named else {}
+
+
 def _value_of(x: PyTree, values: dict[int, PaddedValue]) -> PyTree:
     """Return an argument as rules take it; one tensor that is given twice is one value, kept in `values` by its id."""
-    if type(x) is PaddedTensor:
+    if type(x) in _TENSORS:
         if id(x) not in values:
             values[id(x)] = unwrap_with_grad(x)
         return values[id(x)]
-    if type(x) in _LISTS:
-        return [_value_of(t, values) for t in x]
-    return unpadded_value(x) if type(x) in PLAIN_TYPES else x
+    return [_value_of(t, values) for t in x] if type(x) in LISTS else x
 
 
 def _is_tracked(given: Sequence[PyTree]) -> bool:
-    """Return whether autograd tracks a call."""
-    if not torch.is_grad_enabled():
-        return False
+    """Return whether autograd tracks a call, where it is enabled."""
     with torch._C.DisableTorchFunctionSubclass():
         for x in given:
-            if x.requires_grad if isinstance(x, Tensor) else type(x) in _LISTS and _is_tracked(x):
+            if x.requires_grad if type(x) in _TENSORS else type(x) in LISTS and _is_tracked(x):
                 return True
     return False
 
@@ -234,7 +233,7 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
     sizes: TrueSizes | None = None
     is_alike = True
     given = (*args, *kwargs.values()) if kwargs else args
-    values: list[object] = [func, *kwargs]
+    values: list[object] = [func, torch.get_default_dtype(), *kwargs]
     operands: list[PyTree] = []
     floats: list[object] = []
     tensors: list[int] = []
@@ -243,20 +242,23 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
         if kind is PaddedTensor:
             own, dense = x._sizes, x._dense
             if own is not sizes:
-                is_alike = is_alike and (sizes is None or _agree(own, sizes))
+                is_alike = is_alike and own is not None and (sizes is None or sizes.agree_with(own))
                 sizes = own if sizes is None else sizes
-                values.append(None if own is None else own.key)
-            is_alike = is_alike and own is not None and (x._view_source is None or is_current(x))
-            values += (x._dims, dense.dtype, dense.device, fill_of(x), x._view)
+                values.append(None if own is None else own.kind)
+            if own is None or type(dense) not in PLAIN_TYPES or not (x._view_source is None or is_current(x)):
+                is_alike = False
+            # A fill that a write to the storage made stale is none.
+            layout = x._layout
+            values.append(layout if x._fill_version is None or fill_of(x) is layout.fill else (layout, "stale"))
             operands.append(dense)
-            tensors.append(id(x))
+            tensors.append(id(dense))
         elif kind in PLAIN_TYPES:
             values += (x.shape, x.dtype, x.device)
             operands.append(x)
             tensors.append(id(x))
         elif kind is float:
             values.append(kind)
-            floats.append(x or repr(x))  # the sign of a zero matters
+            floats.append(x if x and x == x else repr(x))  # the sign of a zero matters, and NaN is not NaN
             operands.append(x)
         elif kind is slice or (func is Tensor.__getitem__ and kind is tuple):
             if (index := _index_key(x)) is None:
@@ -265,24 +267,28 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             operands.append(x)
         elif kind in _SEQUENCES:
             kinds = {*map(type, x)}
-            if kind in _LISTS and kinds and kinds <= _TENSORS:
+            if kind in LISTS and kinds and kinds <= _TENSORS:
                 listed = call_key(func, x, {})
                 assert listed is not None
-                values += (kind, listed.values)
-                operands.append(listed.operands)
-                tensors += map(id, x)
-                own = next((t._sizes for t in x if type(t) is PaddedTensor), None)
-                if own is not None and own is not sizes:
-                    is_alike = is_alike and (sizes is None or _agree(own, sizes))
-                    sizes = own if sizes is None else sizes
-                is_alike = is_alike and (own is None or listed.sizes is own)
+                listed_values, _, storages, _, listed_sizes = listed
+                values += (kind, listed_values)
+                operands.append(storages)
+                tensors += map(id, storages)
+                if listed_sizes is None:
+                    is_alike = is_alike and PaddedTensor not in kinds
+                elif listed_sizes is not sizes:
+                    is_alike = is_alike and (sizes is None or sizes.agree_with(listed_sizes))
+                    sizes = listed_sizes if sizes is None else sizes
                 continue
             if not kinds <= _INTS:
                 return None
             values += (
                 kind,
-                tuple([n.text if isinstance(n, PaddedSize) else n for n in x] if kinds & PADDED_SIZES else x),
+                tuple([(n.text, int(n)) if isinstance(n, PaddedSize) else n for n in x] if kinds & PADDED_SIZES else x),
             )
+            if kinds & PADDED_SIZES:
+                others = [n.sizes for n in x if isinstance(n, PaddedSize) and n.sizes is not sizes]
+                is_alike = is_alike and (not others or (sizes is not None and all(map(sizes.agree_with, others))))
             # Torch reads plain ints much faster.
             operands.append([*map(int, x)])
         elif kind in _CONSTANTS:
@@ -290,17 +296,11 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             operands.append(x)
         else:
             return None
-    if len(tensors) > 1 and len({*tensors}) < len(tensors):
+    if len(tensors) > 1 and (tensors[0] == tensors[1] or (len(tensors) > 2 and len({*tensors}) < len(tensors))):
         # One tensor that is given twice is no two tensors.
         values.append(tuple(map(tensors.index, tensors)))
     # Rules compare sizes for every value up to their buckets, which are part of the key.
-    one_run = sizes if is_alike and sizes is not None and sizes.rows is None else None
-    return CallKey(tuple(values), given, operands, tuple(floats), one_run)
-
-
-def _agree(a: TrueSizes | None, b: TrueSizes) -> bool:
-    """Return whether the host knows that two tensors, padded apart, have the same true sizes."""
-    return a is not None and a.key == b.key and a.known_on_host and b.known_on_host and a.host() == b.host()
+    return tuple(values), given, operands, tuple(floats), sizes if is_alike else None
 
 
 def _index_key(index: PyTree) -> tuple[object, ...] | None:
@@ -308,10 +308,18 @@ def _index_key(index: PyTree) -> tuple[object, ...] | None:
     parts: list[object] = []
     for x in index if type(index) is tuple else (index,):
         found = (x.start, x.stop, x.step) if type(x) is slice else (x,)
-        if any(type(n) not in _INDICES for n in found):
+        if not _INDICES.issuperset(map(type, found)):
             return None
         parts.append(found)
     return tuple(parts)
+
+
+def _remember(values: tuple[object, ...], single: SingleOp | None) -> None:
+    if len(_calls) >= MAX_CALLS:
+        _calls.clear()
+    _calls[values] = single
+    if single is not None:
+        single_op_functions.add(values[0])  # type: ignore[arg-type]  # the function, as `call_key` puts it
 
 
 def learn(
@@ -331,14 +339,15 @@ def learn(
         writes: as in `SingleOp`.
     """
     key = call_key(func, args, kwargs)
-    if key is None or key.values in _calls:
+    if key is None or key[0] in _calls:
         return
+    values, every, *_ = key
     if single is None:
-        _remember(key, None)
+        _remember(values, None)
         return
     op, op_args, op_kwargs = single
     arguments = [*op_args, *op_kwargs.values()]
-    given = {i: x for i, x in enumerate(key.given) if isinstance(x, Tensor | float) or _has_tensors(x)}
+    given = {i: x for i, x in enumerate(every) if isinstance(x, Tensor | float) or has_tensors(x)}
     placed: dict[int, int] = {}
     for i, x in given.items():
         at = [j for j, y in enumerate(arguments) if _is_same(x, y)]
@@ -349,30 +358,17 @@ def learn(
         is_computed = isinstance(func, FunctionType) or len(at) != 1
         if is_tensor or (not is_computed and sum(_is_same(x, y) for y in given.values()) == 1):
             placed |= dict.fromkeys(at, i)
-    if any((isinstance(x, Tensor) or _has_tensors(x)) and j not in placed for j, x in enumerate(arguments)):
+    if any((isinstance(x, Tensor) or has_tensors(x)) and j not in placed for j, x in enumerate(arguments)):
         return
-    templates = [_Place(placed[j]) if j in placed else x for j, x in enumerate(arguments)]
+    templates = [Place(placed[j]) if j in placed else x for j, x in enumerate(arguments)]
     named = dict(zip(op_kwargs, templates[len(op_args) :], strict=True))
     fixed = {i: repr(x) for i, x in given.items() if isinstance(x, float) and i not in placed.values()}
     results = None if issubclass(kind, Tensor) else kind
-    _remember(key, SingleOp(op, templates[: len(op_args)], named, fixed, results, writes))
+    _remember(values, SingleOp(op, templates[: len(op_args)], named, fixed, results, writes))
 
 
 def _is_same(x: PyTree, y: PyTree) -> bool:
     """Return whether two arguments are one tensor, lists of the same ones, or equal floats."""
-    if _has_tensors(x):
-        return type(y) in _LISTS and len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
+    if has_tensors(x):
+        return type(y) in LISTS and len(x) == len(y) and all(a is b for a, b in zip(x, y, strict=True))
     return x is y if isinstance(x, Tensor) else type(y) is float and repr(x) == repr(y)
-
-
-def _has_tensors(x: PyTree) -> bool:
-    """Return whether an argument is a list of tensors, as `cat` takes."""
-    return type(x) in _LISTS and any(isinstance(t, Tensor) for t in x)
-
-
-def _remember(key: CallKey, single: SingleOp | None) -> None:
-    if len(_calls) >= MAX_CALLS:
-        _calls.clear()
-    _calls[key.values] = single
-    if single is not None:
-        single_op_functions.add(key.values[0])  # type: ignore[arg-type]  # the function, as `call_key` puts it

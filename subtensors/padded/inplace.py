@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.padded_value import Number, PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, layout_of, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
@@ -66,7 +66,8 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
                 f"in place, a PaddedTensor keeps its true sizes: it has {target._dims}, the result {new.dims}"
             )
         # A dim of the bucket's size that nothing had said the true size of, as of a table that Python made.
-        target._dims, target._sizes, target._fill = new.dims, new.sizes, None
+        target._sizes = new.sizes
+        set_layout(target, new.dims)
     mask, old = unwrap(target).mask(), target._dense.detach()
     if is_lazy(target._dense):
         dense = fill_padding(new.dense, mask, old) if mask is not None and is_lazy(new.dense) else new.dense
@@ -156,3 +157,8 @@ def assign_at_index(x: PaddedTensor, index: PyTree, value: Number | Tensor) -> N
     else:
         new = unpadded_value(x._dense.new_tensor(value))
     write_view(x, lambda base: base[index], new)
+
+
+def set_layout(x: PaddedTensor, dims: tuple[Factors, ...], fill: Fill | None = None) -> None:
+    """Set the dims and the fill of a tensor that was written to."""
+    x._layout = layout_of(dims, x._dense.dtype, x._dense.device, fill, x._view, repr(fill))

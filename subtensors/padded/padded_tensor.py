@@ -11,19 +11,26 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
-from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, PaddedValue, unpadded_value
+from subtensors.dispatch.padded.padded_value import (
+    EDGE_FILL,
+    Fill,
+    Layout,
+    PaddedValue,
+    View,
+    layout_of,
+    unpadded_value,
+)
 from subtensors.dispatch.padded.size_conditions import HostSize
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
@@ -34,7 +41,6 @@ from subtensors.sizes.dims import Dim
 if TYPE_CHECKING:
     import sympy
 
-View: TypeAlias = Literal["", "alias", "copy"]
 Metadata: TypeAlias = "tuple[tuple[Factors, ...], tuple[sympy.Symbol, ...], tuple[int, ...], Fill | None]"
 """The parts of a PaddedTensor that a compiler may hold: dims, the symbols of its sizes, their buckets, and its fill."""
 
@@ -45,6 +51,8 @@ class _Handlers:
     torch_function: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
     torch_dispatch: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
     dense: Callable[[PaddedTensor], Tensor]
+    mask: Callable[[PaddedTensor], Tensor]
+    count: Callable[[PaddedTensor, int], Tensor]
     pad: Callable[[Tensor, Mapping[int, Dim | int]], PaddedTensor]
     unpad: Callable[[PaddedTensor], Tensor | list[Tensor]]
     realize: Callable[[PaddedTensor], PaddedTensor]
@@ -93,11 +101,9 @@ class PaddedTensor(Tensor):
     """
 
     _dense: Tensor
-    _dims: tuple[Factors, ...]
+    _layout: Layout
     _sizes: TrueSizes | None
-    _fill: Fill | None
-    _view: View
-    _tracker: GradientTracker | None
+    _tracker: GradientTracker | None = None
     _fill_version: int | None = None
     """The version of the storage that `_fill` describes; None where no write makes it stale."""
     _view_source: ViewSource | None = None
@@ -115,6 +121,18 @@ class PaddedTensor(Tensor):
         pass
 
     @property
+    def _dims(self) -> tuple[Factors, ...]:
+        return self._layout.dims
+
+    @property
+    def _fill(self) -> Fill | None:
+        return self._layout.fill
+
+    @property
+    def _view(self) -> View:
+        return self._layout.view
+
+    @property
     def dense(self) -> Tensor:
         """The padded storage, of the bucket shape, tracked by autograd. The contents of the padding are undefined."""
         return handlers.dense(self)
@@ -130,7 +148,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        return mask_of(self)
+        return handlers.mask(self)
 
     def count(self, dim: int) -> Tensor:
         """The true size of a dim, on the device: what to divide by, never `shape[dim]`.
@@ -151,7 +169,7 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        return count_of(self, dim)
+        return handlers.count(self, dim)
 
     @property
     def logical_shape(self) -> tuple[HostSize, ...]:
@@ -322,21 +340,27 @@ class PaddedTensor(Tensor):
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
-    return wrap_dense(value.dense, value.dims, value.sizes, value.fill, value.view, value.tracker)
+    dense, fill = value.dense, value.fill
+    out = wrap_layout(
+        dense, layout_of(value.dims, dense.dtype, dense.device, fill, value.view, repr(fill)), value.sizes
+    )
+    out._tracker = value.tracker
+    return out
 
 
-def wrap_dense(
-    dense: Tensor, dims: tuple[Factors, ...], sizes: TrueSizes | None, fill: Fill | None, view: View,
-    tracker: GradientTracker | None = None,
-) -> PaddedTensor:  # fmt: skip
-    """`make_padded` of a value with these fields."""
-    out: PaddedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        PaddedTensor, dense.shape, strides=dense.stride(), storage_offset=dense.storage_offset(),
-        dtype=dense.dtype, device=dense.device,
-    )  # fmt: skip
-    out._dense, out._dims, out._sizes, out._fill = dense, dims, sizes, fill
-    out._view, out._tracker = view, tracker
-    if fill == EDGE_FILL:
+_make_wrapper: Callable[..., PaddedTensor] = Tensor._make_wrapper_subclass
+
+
+def wrap_layout(dense: Tensor, layout: Layout, sizes: TrueSizes | None) -> PaddedTensor:
+    """`make_padded` of a value with this layout."""
+    shape, dtype, device = dense.shape, dense.dtype, dense.device
+    if type(dense) is Tensor and dense.is_contiguous() and not dense.storage_offset():
+        out = _make_wrapper(PaddedTensor, shape, dtype=dtype, device=device)
+    else:
+        strides, offset = dense.stride(), dense.storage_offset()
+        out = _make_wrapper(PaddedTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+    out._dense, out._sizes, out._layout = dense, sizes, layout
+    if layout.fill == EDGE_FILL:
         # A write to valid values leaves the padding unchanged, so it no longer repeats the edge.
         out._fill_version = dense._version
     return out
@@ -352,24 +376,6 @@ def unwrap(x: Tensor) -> PaddedValue:
 def fill_of(x: PaddedTensor) -> Fill | None:
     """The known contents of a PaddedTensor's padding; None if they are unknown, as after a write."""
     return x._fill if x._fill_version is None or x._dense._version == x._fill_version else None
-
-
-def mask_of(x: PaddedTensor) -> Tensor:
-    """Return `PaddedTensor.mask()`."""
-    mask = unwrap(x).mask()
-    everywhere = torch.ones((), dtype=torch.bool, device=x._dense.device) if mask is None else mask
-    return everywhere.expand(x._dense.shape).clone()
-
-
-def count_of(x: PaddedTensor, dim: int) -> Tensor:
-    """Return `PaddedTensor.count(dim)`."""
-    dim = whole_number("dim", dim)
-    if not -x._dense.dim() <= dim < x._dense.dim():
-        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
-    value, d = unwrap(x), dim % x._dense.dim()
-    if value.sizes is None or not value.is_padded(d):
-        return torch.full((), value.shape[d], dtype=torch.int64, device=x._dense.device)
-    return value.sizes.of(size_of(value.dims[d])).clone()
 
 
 def _rebuild(

@@ -52,7 +52,7 @@ from subtensors.padded import fast_path
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
 from subtensors.padded.fallback import fallbacks as fallbacks  # documented under this module's name
-from subtensors.padded.inplace import assign_at_index, try_copy_storage, write_back, write_valid
+from subtensors.padded.inplace import assign_at_index, set_layout, try_copy_storage, write_back, write_valid
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
 from subtensors.padded.replacements import REPLACEMENTS
 from subtensors.padded.size_debug import numel_of, shape_of
@@ -285,7 +285,7 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
         if op_class(op) is OpClass.REDUCTION:
             return out._dense
         if is_in_place(op) and isinstance(args[0], PaddedTensor):
-            args[0]._fill = out._fill if isinstance(out, PaddedTensor) else None
+            set_layout(args[0], args[0]._dims, out._fill if isinstance(out, PaddedTensor) else None)
         return return_and_correct_aliasing(op, args, kwargs, out) if op_class(op) is OpClass.VIEW else out
     frame = _state.calls.pop()
     try:
@@ -355,7 +355,8 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
                 f"result type {value.dense.dtype} can't be cast to the desired output type {target.dtype}"
             )
         target._dense = value.dense.to(target.dtype)
-        target._dims, target._sizes, target._fill = value.dims, value.sizes, None
+        target._sizes = value.sizes
+        set_layout(target, value.dims)
         if id(target) in frame.originals:
             frame.written[id(target)] = target
     if not op._schema.returns:

@@ -53,6 +53,21 @@ def remember_views(
             )
 
 
+def remember_aliases(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree) -> None:
+    """Store the source of views that share the memory of the first argument, the only tensor of the call."""
+    base: PaddedTensor = args[0]
+    rest = [[*x] if type(x) is list else x for x in args[1:]]  # a caller may change its list
+    if base._dense.is_inference():
+        return
+    versions = _versions(base, False)
+    if isinstance(out, PaddedTensor):
+        out._view_source = ViewSource(lambda: base, lambda x: func(x, *rest, **kwargs), versions)
+        return
+    for i, view in enumerate(out):
+        if isinstance(view, PaddedTensor):
+            view._view_source = ViewSource(lambda: base, lambda x, i=i: func(x, *rest, **kwargs)[i], versions)  # type: ignore[misc]
+
+
 def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
     """Return the argument whose memory a result is in; the first one for a result that was copied."""
     if len(given) == 1:
@@ -91,8 +106,7 @@ def refresh_view(x: PaddedTensor) -> PaddedTensor:
         new = source.view(base)
         assert isinstance(new, PaddedTensor)
         source.latest, source.versions = new, versions
-        x._dense, x._dims, x._sizes = new._dense, new._dims, new._sizes
-        x._fill, x._fill_version = new._fill, new._fill_version
+        x._dense, x._layout, x._sizes, x._fill_version = new._dense, new._layout, new._sizes, new._fill_version
     return x if source.latest is None else source.latest
 
 
@@ -141,5 +155,12 @@ def _with_bases(x: PaddedTensor) -> Iterator[PaddedTensor]:
 
 def _versions(x: PaddedTensor, with_storage: bool) -> tuple[int, ...]:
     """The versions of a tensor and its bases, and with `with_storage` of their storages, which count all writes."""
+    base, found = x, list[int]()
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(v for base in _with_bases(x) for v in (base._version, base._dense._version if with_storage else 0))
+        while True:
+            found += (base._version, base._dense._version) if with_storage else (base._version,)
+            source = base._view_source
+            above = None if source is None else source.base()
+            if above is None:
+                return tuple(found)
+            base = above
