@@ -22,6 +22,7 @@ from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
+from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factor,
@@ -35,6 +36,7 @@ from subtensors.dispatch.sizes.dim_factors import (
     static_dims,
 )
 from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
+from subtensors.dispatch.torch_internals.dispatcher import without_overrides
 
 if TYPE_CHECKING:
     pass
@@ -185,7 +187,7 @@ class PaddedValue:
             return fill_padding(dense, mask, value)
         if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return FillPadding.apply(dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-untyped-call, no-any-return]
+        return _applied(FillPadding, dense, mask, value, self._number(0, dense), is_zero)
 
     def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
@@ -259,7 +261,17 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return MaskGradient.apply(dense, mask, zero, is_zero)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(MaskGradient, dense, mask, zero, is_zero)
+
+
+def _applied(function: type[torch.autograd.Function], *args: PyTree) -> Tensor:
+    """Return the result of an autograd function; what records a rule gets it from here, since no mode sees it."""
+    if noting.recording is None:
+        return function.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+    with without_overrides():
+        out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    noting.recording(function.apply, args, {}, out)
+    return out
 
 
 def unpadded_value(dense: Tensor) -> PaddedValue:

@@ -1,4 +1,4 @@
-"""Recorded rules: the torch calls that a rule made, repeated for calls that are alike without the rule.
+"""Recorded rules: the torch calls that the rules of a call made, repeated without the rules for calls that are alike.
 
 A rule decides by dims, fills and dtypes what to fill and to mask, then calls torch on storages:
 
@@ -7,35 +7,36 @@ A rule decides by dims, fills and dtypes what to fill and to mask, then calls to
 
 For the next call with the same dims, fills, dtypes and arguments it would call the same functions. So a `RuleRecording`
 notes them, with what each tensor among their arguments is: an operand's storage, an earlier result, a mask of the true
-sizes, or their values. A rule that gets a tensor elsewhere, or reads what a tensor holds, can't be repeated. A
-`SingleOp` is a call that was recorded so, and its outcomes are what the recordings gave.
+sizes, or their values. A rule that gets a tensor elsewhere, or reads what a tensor holds, can't be repeated. Where
+autograd tracks an operand, the trackers of its gradient are made anew, connected as the rules connected them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from collections.abc import Callable, Iterable, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.interpreter import PaddedCall
+from subtensors.dispatch.ops.bound_call import BoundCall
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Layout, PaddedValue, layout_of
-from subtensors.dispatch.padded.true_sizes import TrueSizes, noting
+from subtensors.dispatch.padded.size_conditions import noting
+from subtensors.dispatch.padded.true_sizes import TrueSizes
+from subtensors.dispatch.torch_internals.dispatcher import below_autograd, without_overrides
 
-Program = Callable[[Sequence[PyTree], TrueSizes], PyTree]
-"""Takes the arguments of a call, storages in place of PaddedTensors; returns the storage of its result, or a list."""
+Program = Callable[[Sequence[PyTree], TrueSizes, Sequence[GradientTracker]], Sequence[Tensor]]
+"""Takes the arguments of a call, storages in place of PaddedTensors, and trackers; returns the results' storages."""
 
-LISTS = frozenset([tuple, list])
-BINDINGS = frozenset([BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType])
+_BINDINGS = frozenset([BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType])
 """The types of torch's own bindings of ops, which take the host less time than an op's overload."""
 
 _METADATA = frozenset(
@@ -57,51 +58,97 @@ class _UnrepeatableError(Exception):
     """A call that another run of the rule may make otherwise."""
 
 
-class RuleRecording(TorchFunctionMode):
-    """A context in which a rule runs once; then `program` repeats its calls.
+class Result(NamedTuple):
+    """A result of a recorded call.
 
     Args:
-        operands: the arguments of the call, storages in place of PaddedTensors.
-        sizes: their true sizes.
-        shortened: returns another function and arguments that make the same call, which torch runs faster; or None.
+        layout: its layout; None of a plain tensor.
+        argument: the position of the argument that is returned; None of a new tensor.
+        tracker: the index of its tracker; None where it has none.
     """
 
-    def __init__(
-        self,
-        operands: Sequence[PyTree],
-        sizes: TrueSizes,
-        shortened: Callable[[Callable[..., PyTree], Args, Kwargs], tuple[Callable[..., PyTree], Args] | None],
-    ) -> None:
+    layout: Layout | None
+    argument: int | None
+    tracker: int | None
+
+
+class Record(NamedTuple):
+    """The torch calls of a call's rules, and what the call makes of their results.
+
+    Args:
+        program: the calls.
+        results: one entry a result.
+        trackers: of each tracker, whether its gradient is masked, its uses, and the indices of its conditions; first
+            those of the operands.
+    """
+
+    program: Program
+    results: Sequence[Result]
+    trackers: Sequence[tuple[bool, int, Sequence[Sequence[int]]]]
+
+
+class RuleRecording(TorchFunctionMode):
+    """A context in which the rules of a call run once; then `record` repeats their calls.
+
+    Args:
+        sources: the arguments of the call, by position and then by name.
+        sizes: the true sizes of its tensors.
+        func: the function that was called, if by position alone.
+    """
+
+    def __init__(self, sources: Sequence[PyTree], sizes: TrueSizes, func: Callable[..., PyTree] | None) -> None:
         super().__init__()
-        self._sizes, self._shortened = sizes, shortened
+        self._sources, self._sizes = sources, sizes
+        self._func = func if type(func) in _BINDINGS else None
         self._reads = noting.host_reads
         self._names: dict[int, str] = {}
-        self._alive: list[PyTree] = [operands]
+        self._alive: list[PyTree] = []
         self._lines: list[str] = []
         self._constants: dict[str, PyTree] = {}
-        self._is_repeatable = True
-        for i, x in enumerate(operands):
-            for name, t in [(f"given[{i}]", x)] if isinstance(x, Tensor) else _listed(f"given[{i}]", x):
-                self._names.setdefault(id(t), name)
+        self._trackers: list[GradientTracker] = []
+        self._op: tuple[OpOverload, Args, Kwargs, list[Tensor], PyTree] | None = None
+        self.is_repeatable = True
 
     @property
     def reads_host(self) -> bool:
-        """Return whether the rule asked the host for a true size: its calls are those for these sizes alone."""
+        """Return whether a rule asked the host for a true size: its calls are those for these sizes alone."""
         return noting.host_reads != self._reads
+
+    def add_operand(self, x: Tensor, value: PaddedValue) -> None:
+        """Note the value of a tensor among the arguments."""
+        if value.sizes is not None:
+            value.sizes = self._sizes  # of tensors padded apart, too: the host knows that they agree
+        self._alive.append(value)
+        self._names.setdefault(id(value.dense), next(name for name, t in _listed("given", self._sources) if t is x))
+        if value.tracker is not None:
+            self._tracker(value.tracker)
+
+    def __enter__(self) -> RuleRecording:
+        super().__enter__()
+        noting.recording = self.note
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        noting.recording = None
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., PyTree], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Run a call and note it."""
         out = func(*args, **(kwargs or {}))
-        if self._is_repeatable:
-            self._alive.append((args, kwargs, out))  # no other tensor gets the id of one of these
-            try:
-                self._note(func, args, kwargs or {}, out)
-            except _UnrepeatableError:
-                self._is_repeatable = False
-                self._alive.clear()
+        self.note(func, args, kwargs or {}, out)
         return out
+
+    def note(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree) -> None:
+        """Note a call that was made."""
+        if not self.is_repeatable:
+            return
+        self._alive.append((args, kwargs, out))  # no other tensor gets the id of one of these
+        try:
+            self._note(func, args, kwargs, out)
+        except _UnrepeatableError:
+            self.is_repeatable = False
 
     def _note(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree) -> None:
         name = getattr(func, "__name__", "")
@@ -118,9 +165,12 @@ class RuleRecording(TorchFunctionMode):
             raise _UnrepeatableError
         if (name == "where" and len(args) + len(kwargs) == 1) or _has_mask(name, args, kwargs):
             raise _UnrepeatableError
-        short = self._shortened(func, args, kwargs)
-        if short is not None:
-            func, args, kwargs = *short, {}
+        if isinstance(func, OpOverload):
+            if self._op is not None:
+                self._func = None  # it is several ops
+            self._op = func, args, kwargs, tree_find(Tensor, (args, kwargs)), out
+            if self._func is not None and (short := self._bound_call(self._func)) is not None:
+                func, args, kwargs = self._func, short, {}
         is_fill = func is torch.where and len(args) == 3 and isinstance(args[2], float | int)
         if is_fill and args[1].is_cpu and args[1].dtype == outs[0].dtype:
             # Torch would make a tensor of the number in each call.
@@ -133,8 +183,27 @@ class RuleRecording(TorchFunctionMode):
             raise _UnrepeatableError
         new = f"t{len(self._lines)}"
         self._lines.append(f"{new} = {self._constant(func)}({', '.join(values)})")
-        for key, t in [(new, out)] if isinstance(out, Tensor) else _listed(new, out):
+        for key, t in _listed(new, out):
             self._names[id(t)] = key  # an argument that is returned may be copied the next time
+
+    def _bound_call(self, func: Callable[..., PyTree]) -> Args | None:
+        """Return the arguments with which the function that was called is the op that was just noted, or None."""
+        assert self._op is not None
+        op, args, kwargs, tensors, out = self._op
+        if len(tensors) != len(tree_find(Tensor, self._sources)):
+            return None
+        rest = iter(tensors)
+        given = tree_map_only(Tensor, lambda _: next(rest), self._sources)
+        with _Ops(out) as seen, without_overrides(), below_autograd():
+            try:
+                func(*given)
+            except Exception:  # it takes other arguments
+                return None
+        wanted = BoundCall(op, args, kwargs, Tensor).arguments
+        if len(seen.calls) != 1 or seen.calls[0][0] is not op:
+            return None
+        found = BoundCall(*seen.calls[0], Tensor).arguments
+        return tuple(given) if all(_is_same(found[name], x) for name, x in wanted.items()) else None
 
     def _text(self, x: PyTree) -> str:
         """Return the expression of an argument."""
@@ -148,7 +217,9 @@ class RuleRecording(TorchFunctionMode):
             return f"[{inner}]" if kind is list else f"({inner})"
         if kind is slice:
             return f"slice({self._text(x.start)}, {self._text(x.stop)}, {self._text(x.step)})"
-        if not isinstance(x, (*_CONSTANTS, torch.Size, type(...))):
+        if kind is MethodType and isinstance(x.__self__, GradientTracker):
+            return f"trackers[{self._tracker(x.__self__)}].{x.__name__}"
+        if not isinstance(x, (*_CONSTANTS, torch.Size, type(...))) and not (kind is FunctionType and not x.__closure__):
             raise _UnrepeatableError
         return repr(x) if kind in (int, bool, type(None)) else self._constant(x)
 
@@ -168,33 +239,77 @@ class RuleRecording(TorchFunctionMode):
         self._constants[name] = x
         return name
 
-    def program(self, results: Sequence[Tensor], several: bool) -> Program | None:
-        """Return the calls as a function; None if they may differ another time.
+    def _tracker(self, tracker: GradientTracker) -> int:
+        """Return the index of a tracker, which gets one if it is new."""
+        at = next((i for i, known in enumerate(self._trackers) if known is tracker), len(self._trackers))
+        if at == len(self._trackers):
+            self._trackers.append(tracker)
+        return at
+
+    def record(self, results: Sequence[PaddedValue | int]) -> Record | None:
+        """Return the calls, to repeat them; None if they may differ another time.
 
         Args:
-            results: what it returns, tensors that the rule's calls made or got.
-            several: whether it returns a list of them.
+            results: what the call returns: values, or positions of arguments.
         """
-        names = [self._names.get(id(t)) for t in results]
-        if not self._is_repeatable or None in names:
+        dense = [self._sources[x] if isinstance(x, int) else x.dense for x in results]
+        names = ["None" if isinstance(x, int) else self._names.get(id(x.dense), "") for x in results]
+        apart = any(not isinstance(x, int) and x.sizes is not self._sizes and x.padded_dims for x in results)
+        if not self.is_repeatable or not self._lines or "" in names or apart or len({*map(id, dense)}) < len(dense):
             return None
-        source = "\n    ".join([*self._lines, f"return {names if several else names[0]}".replace("'", "")])
-        return FunctionType(_compiled(source), self._constants)
+        found = [
+            Result(None, x, None) if isinstance(x, int) else
+            Result(
+                layout_of(x.dims, x.dtype, x.dense.device, x.fill, x.view, repr(x.fill)) if x.padded_dims else None,
+                None, None if x.tracker is None else self._tracker(x.tracker),
+            )
+            for x in results
+        ]  # fmt: skip
+        trackers = []
+        for tracker in self._trackers:  # which grow while their conditions are read
+            each = [[self._tracker(result) for result in results] for results in tracker.conditions]
+            trackers.append((tracker.is_masked, tracker.uses, each))
+        source = "\n    ".join([*self._lines, f"return ({', '.join(names)},)"])
+        return Record(FunctionType(_compiled(source), self._constants), found, trackers)
+
+
+class _Ops(TorchDispatchMode):
+    """A mode that notes ops, and returns a known result instead of running them."""
+
+    def __init__(self, out: PyTree) -> None:
+        super().__init__()
+        self._out = out
+        self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        """Note an op."""
+        self.calls.append((func, args, kwargs or {}))
+        return self._out
+
+
+def _is_same(x: PyTree, y: PyTree) -> bool:
+    """Return whether two arguments are one tensor, or equal and of one type."""
+    if isinstance(x, tuple | list) and isinstance(y, tuple | list):
+        return len(x) == len(y) and all(map(_is_same, x, y))
+    return x is y or (not isinstance(x, Tensor) and type(x) is type(y) and repr(x) == repr(y))
 
 
 @functools.lru_cache(4096)
 def _compiled(source: str) -> CodeType:
     found: dict[str, PyTree] = {}
-    exec(f"def program(given, sizes):\n    {source}", found)  # the text above
+    exec(f"def program(given, sizes, trackers):\n    {source}", found)  # the text above
     code: CodeType = found["program"].__code__
     return code
 
 
 def _listed(name: str, values: PyTree) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a list, each with its expression."""
-    if not isinstance(values, tuple | list):
-        return []
-    return [(f"{name}[{i}]", t) for i, t in enumerate(values) if isinstance(t, Tensor)]
+    """Return the tensors of a tree of lists, each with its expression."""
+    if isinstance(values, Tensor):
+        return [(name, values)]
+    parts = values if isinstance(values, tuple | list) else ()
+    return [found for i, part in enumerate(parts) for found in _listed(f"{name}[{i}]", part)]
 
 
 def _has_mask(name: str, args: Args, kwargs: Kwargs) -> bool:
@@ -204,125 +319,3 @@ def _has_mask(name: str, args: Args, kwargs: Kwargs) -> bool:
     index = args[1] if len(args) > 1 else kwargs.get("indices")
     parts = index if isinstance(index, tuple | list) else (index,)
     return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in parts)
-
-
-class Outcome(NamedTuple):
-    """The torch calls of a rule, and what it makes of their results.
-
-    Args:
-        program: the calls.
-        layouts: of each result; None of one that is a plain tensor.
-        views: "" if no result is a view, "of the first" if the first argument is the only tensor, else "of any".
-    """
-
-    program: Program
-    layouts: list[Layout | None]
-    views: str
-
-
-class Note(Enum):
-    """States of a call without an outcome."""
-
-    SEEN = "it came once"
-    BY_HOST = "there is an outcome for each of its true sizes"
-    UNREPEATABLE = "its rule may call something else another time"
-
-
-class Place(NamedTuple):
-    """The place of an argument of the call among those of its op."""
-
-    at: int
-
-
-@dataclass(eq=False)
-class SingleOp:
-    """A call that is one op.
-
-    Args:
-        op: the op.
-        args, kwargs: its arguments, with a place for each tensor and each float that the call was given.
-        fixed: the text of floats without a place, by their position in the call.
-        results: the type of several results; None of a single one.
-        writes: True if it writes to all of the first argument's storage, whose padding is undefined.
-        outcomes: by the floats of a call, and where the rule asked for true sizes by those, too.
-    """
-
-    op: OpOverload
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree]
-    fixed: Mapping[int, str] = field(default_factory=dict)
-    results: type | None = None
-    writes: bool = False
-    outcomes: dict[object, Outcome | Note] = field(default_factory=dict)
-
-
-def outcome_of(
-    recording: RuleRecording, outs: Sequence[PaddedValue], sizes: TrueSizes, given: Sequence[PyTree], several: bool
-) -> Outcome | Note:
-    """Return the outcome of a call whose rule was recorded.
-
-    Args:
-        recording: the calls that the rule made.
-        outs: its results.
-        sizes: the true sizes of the operands.
-        given: the arguments of the call.
-        several: whether the result is a container.
-    """
-    program = recording.program([x.dense for x in outs], several)
-    if program is None or any(x.view == "copy" or (x.sizes is not sizes and x.padded_dims) for x in outs):
-        return Note.UNREPEATABLE
-    layouts = [
-        layout_of(x.dims, x.dtype, x.dense.device, x.fill, x.view, repr(x.fill)) if x.padded_dims else None
-        for x in outs
-    ]
-    others = (isinstance(x, Tensor) or has_tensors(x) for x in given[1:])
-    of_first = isinstance(given[0], Tensor) and all(layouts) and not any(others)
-    views = "" if not any(x.view for x in outs) else "of the first" if of_first else "of any"
-    return Outcome(program, layouts, views)
-
-
-def bindings(
-    func: Callable[..., PyTree] | None, call: PaddedCall, single: SingleOp, operands: Sequence[PyTree]
-) -> Callable[[Callable[..., PyTree], Args, Kwargs], tuple[Callable[..., PyTree], Args] | None]:
-    """Return a function that makes calls of the op to calls of `func`, where these do the same.
-
-    Args:
-        func: the function that was called by position; None if it was not.
-        call, single: the call of the op.
-        operands: the arguments of `func`, with storages.
-    """
-    bound = dict(call.arguments)
-    templates = {**dict(zip(bound, single.args, strict=False)), **single.kwargs}
-
-    def bound_call(op: Callable[..., PyTree], args: Args, named: Kwargs) -> tuple[Callable[..., PyTree], Args] | None:
-        if op is not call.op or func is None or type(func) not in BINDINGS:
-            return None
-        given = [None if isinstance(x, Tensor) or has_tensors(x) else x for x in operands]
-        for (name, own), x in zip(bound.items(), (*args, *named.values()), strict=True):
-            place = templates.get(name)
-            if type(place) is not Place:
-                if type(x) is not type(own) or x != own:
-                    return None
-                continue
-            before, operand = given[place.at], operands[place.at]
-            if not _is_alike(x, operand) or not (before is None or before is operand or before is x):
-                return None
-            given[place.at] = x
-        is_whole = all(x is not None or y is None for x, y in zip(given, operands, strict=True))
-        return (func, tuple(given)) if is_whole else None
-
-    return bound_call
-
-
-def _is_alike(x: PyTree, y: PyTree) -> bool:
-    """Return whether a function takes two arguments alike: tensors of one shape and dtype, or equal values."""
-    if isinstance(x, Tensor):
-        return isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
-    if has_tensors(x):
-        return len(x) == len(y) and all(map(_is_alike, x, y))
-    return bool(x == y)
-
-
-def has_tensors(x: PyTree) -> bool:
-    """Return whether an argument is a list of tensors, as `cat` takes."""
-    return type(x) in LISTS and any(isinstance(t, Tensor) for t in x)

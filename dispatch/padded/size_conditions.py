@@ -124,6 +124,7 @@ class SizeConditions:
 class _Noting(threading.local):
     into: SizeConditions | None = None
     host_reads = 0  # how often any sizes were asked for values: what did not ask holds for others of their kind
+    recording: Callable[..., None] | None = None  # notes a function, its arguments and its result
 
 
 noting = _Noting()

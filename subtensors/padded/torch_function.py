@@ -4,7 +4,7 @@
      |
     __torch_function__ ---------->  f is a query such as x.size() or x.dtype: the wrapper answers it
      |
-    fast_path.py ---------------->  f was one op before: its rule, or a cached outcome of it, gives the result
+    fast_path.py ---------------->  f was called like this before: the torch calls of its rules are repeated
      |
     below autograd                  tensors become placeholders, and f runs past autograd's kernels
      |
@@ -27,7 +27,6 @@ import contextlib
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from types import FunctionType
 
@@ -49,7 +48,7 @@ from subtensors.dispatch.padded.pointwise import broadcast, may_divide_by_zero
 from subtensors.dispatch.torch_internals import dispatcher, ops
 from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
 from subtensors.padded import fast_path
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
 from subtensors.padded.fallback import fallbacks as fallbacks  # documented under this module's name
 from subtensors.padded.inplace import assign_at_index, set_layout, try_copy_storage, write_back, write_valid
@@ -82,9 +81,14 @@ _BELOW_AUTOGRAD = frozenset(
 
 
 class CallFrame:
-    """A call in progress: the dispatch keys outside of it, and the placeholders of its arguments."""
+    """A call in progress: the dispatch keys outside of it, and the placeholders of its arguments.
 
-    def __init__(self) -> None:
+    Args:
+        recording: notes what its rules call.
+    """
+
+    def __init__(self, recording: fast_path.CallRecording) -> None:
+        self.recording = recording
         self.keys = dispatcher.dispatch_keys()
         self.placeholders: dict[int, PaddedTensor] = {}
         """The placeholder of each argument, by the argument's id."""
@@ -98,18 +102,20 @@ class CallFrame:
         """Results without a padded dim that share an argument's memory."""
         self.has_views = False
         """True if a result is a view."""
-        self.count = 0
-        """The number of ops that it ran; one that writes to an argument counts twice."""
-        self.op: tuple[OpOverload, Args, Kwargs, list[weakref.ref[Tensor]]] | None = None
-        """The only op, with its arguments and results: torch copies the result of a factory that is referenced."""
-
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
         if id(x) not in self.placeholders:
-            new = make_padded(unwrap_with_grad(x))
+            new = make_padded(self.recording.value(x))
             self.placeholders[id(x)] = new
             self.originals[id(new)] = x
         return self.placeholders[id(x)]
+
+    def values(self, args: Args, out: PyTree) -> list[PaddedValue | Tensor | None]:
+        """Return what the call returns, as its recording takes it."""
+        if self.written or any(not args or x is not args[0] for x in self.overwritten):
+            return []
+        outs = out if isinstance(out, tuple | list) else [out]
+        return [self.originals.get(id(t), unwrap(t)) if isinstance(t, PaddedTensor) else None for t in outs]
 
     def result(self, t: Tensor) -> Tensor:
         """The caller's tensor for a result of the call."""
@@ -136,12 +142,9 @@ _state = _State()
 
 def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
     """Run a torch function that has a PaddedTensor among its arguments."""
-    if func in fast_path.single_op_functions:
-        try:
-            if (answer := fast_path.try_fast_path(func, args, kwargs)) is not NotImplemented:
-                return answer
-        except RuleError as error:
-            return run_on_unpadded_data(func, args, kwargs, error)
+    is_repeated = func in fast_path.repeated_functions
+    if is_repeated and (answer := fast_path.try_fast_path(func, args, kwargs)) is not NotImplemented:
+        return answer
     if func in _COMMON_GETTERS:
         if func == _SHAPE and not ops.is_tracing():
             return shape_of(args[0])
@@ -223,15 +226,19 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
         decomposable.check_function(func, args, kwargs)
     if getattr(func, "__name__", "") in RAW_MEMORY_FUNCTIONS:
         raise RuleError(f"PaddedTensor has no rule for {func.__name__}, which reads memory by itself")
-    frame = CallFrame()
+    recording = fast_path.CallRecording(func, args, kwargs)
+    frame = CallFrame(recording)
     inner_args, inner_kwargs = tree_map_only(Tensor, frame.placeholder, (args, kwargs))
     _state.calls.append(frame)
     try:
         with torch._C.DisableTorchFunctionSubclass(), dispatcher.below_autograd():
             out = func(*inner_args, **inner_kwargs)
+    except RuleError:
+        recording.end([], Tensor)
+        raise
     finally:
         _state.calls.pop()
-    _learn(func, args, kwargs, frame, out)
+    recording.end(frame.values(args, out), type(out), writes=bool(frame.overwritten))
     for placeholder in frame.written.values():
         write_back(frame.originals[id(placeholder)], unwrap(placeholder))
     for original in frame.overwritten:
@@ -241,21 +248,6 @@ def _run_by_rules(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Py
     if frame.has_views:
         remember_views(func, args, kwargs, out, frame.plain_views)
     return out
-
-
-def _learn(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, frame: CallFrame, out: PyTree) -> None:
-    """Repeat this call by its rule next time, if it is one op that writes to nothing or to a storage directly."""
-    if not frame.count or dispatcher.is_intercepted():
-        return
-    outs = [*out] if isinstance(out, tuple | list) else [out]
-    writes_first = all(args and x is args[0] for x in frame.overwritten)
-    if frame.op is not None and len(outs) == len(frame.op[3]) and writes_first:
-        op, *arguments, found = frame.op
-        if all(isinstance(x, PaddedTensor) and x is y() for x, y in zip(outs, found, strict=True)):
-            given = tree_map_only(Tensor, lambda t: frame.originals.get(id(t), t), tuple(arguments))
-            fast_path.learn(func, args, kwargs, (op, *given), type(out), writes=bool(frame.overwritten))
-            return
-    fast_path.learn(func, args, kwargs, None)
 
 
 def _run_script(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -291,10 +283,10 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
     try:
         with dispatcher.restored_dispatch_keys(frame.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
             writes = is_in_place(op) or functional_form(op) is not op
-            out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs)
-            frame.count += 2 if writes else 1
-            found = [*map(weakref.ref, tree_find(Tensor, out))]
-            frame.op = None if frame.count > (2 if frame.overwritten else 1) else (op, args, kwargs, found)
+            out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs, frame.recording)
+            outs = out if isinstance(out, tuple | list) else [out]
+            if not all(isinstance(t, PaddedTensor) for t in outs):
+                frame.recording.stop()  # Python may compute with a number that is made of values
             return out
     except decomposable.MustDecompose:
         pass
@@ -305,11 +297,12 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
         return decomposable.decompose(op, args, kwargs)
 
 
-def _run(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
+def _run(op: OpOverload, args: Args, kwargs: Kwargs, recording: fast_path.CallRecording | None = None) -> PyTree:
     inner_args, inner_kwargs = tree_map_only(Tensor, unwrap, (args, kwargs))
     if decomposable.is_composite(op) and any(x.padded_dims for x in tree_find(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose
-    out = rules.run(op, inner_args, inner_kwargs)
+    with recording.context if recording is not None else contextlib.nullcontext():
+        out = rules.run(op, inner_args, inner_kwargs)
     return tree_map_only(PaddedValue, make_padded, out)
 
 
@@ -322,9 +315,11 @@ def _mutate(op: OpOverload, args: Args, kwargs: Kwargs, frame: CallFrame) -> PyT
     records = torch.is_grad_enabled() and any(x._dense.requires_grad for x in frame.placeholders.values())
     if not records and _may_write_padding(op, targets, args, kwargs, frame):
         own_args, own_kwargs = tree_map_only(PaddedTensor, lambda t: t._dense, (args, kwargs))
-        op(*own_args, **own_kwargs)
+        with frame.recording.context:
+            op(*own_args, **own_kwargs)
         frame.overwritten.append(frame.originals[id(targets[0])])
         return targets[0]
+    frame.recording.stop()
     through_views = {id(target): target for target in targets if id(target) not in frame.originals and target._view}
     if records and any(target._dense.requires_grad for target in through_views.values()):
         raise UnsupportedCall(f"{op} writes through a view of a tensor that requires grad")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import subtensors as st
 from subtensors.dispatch.padded import interpreter
-from subtensors.dispatch.padded.true_sizes import RequiredSizes
+from subtensors.dispatch.padded.size_conditions import SizeConditions
 from subtensors.padded import fast_path
 from subtensors.padded.padded_tensor import unwrap
 
@@ -137,7 +137,7 @@ def run_of(names: list[str], end: str, given: Run, seed: int) -> list[Any]:
     made = [torch.randn(2, n, 6).to(given.dtype) for n in given.lengths]
     if len(made) > 1:
         made = [t[0] for t in made]
-    noting = RequiredSizes()
+    noting = SizeConditions()
     with modes[given.mode]():
         if given.is_transposed and len(made) == 1:
             x = st.pad(made[0].transpose(0, 2).contiguous(), {1: SEQ}, value=given.poison).transpose(0, 2)
@@ -281,7 +281,7 @@ def test_a_repeated_call_of_too_short_sizes_raises(call: Callable[[Tensor], Any]
 def test_a_repeated_call_notes_the_sizes_that_it_needs(call: Callable[[Tensor], Any]) -> None:
     needed: list[object] = []
     for _ in range(6):
-        noting = RequiredSizes()
+        noting = SizeConditions()
         with noting.noted():
             call(st.pad(torch.randn(2, 6, 6), {1: SEQ}))
         call(st.pad(torch.randn(2, 6, 6), {1: SEQ}))
