@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
 from typing import NamedTuple
 
@@ -80,11 +81,25 @@ class Record(NamedTuple):
         results: one entry a result.
         trackers: of each tracker, whether its gradient is masked, its uses, and the indices of its conditions; first
             those of the operands.
+        kind: the type of several results; None of a single one.
+        writes: True if it writes to all of the first argument's storage, whose padding is undefined.
+        has_views: whether results remember what they are views of.
     """
 
     program: Program
     results: Sequence[Result]
     trackers: Sequence[tuple[bool, int, Sequence[Sequence[int]]]]
+    kind: Callable[[Sequence[Tensor]], PyTree] | None
+    writes: bool
+    has_views: bool
+
+
+class Note(Enum):
+    """States of a call without a record."""
+
+    SEEN = "it came once"
+    READS_HOST = "there is a record for each of its true sizes"
+    UNREPEATABLE = "its rules may call something else another time"
 
 
 class RuleRecording(TorchFunctionMode):
@@ -246,31 +261,42 @@ class RuleRecording(TorchFunctionMode):
             self._trackers.append(tracker)
         return at
 
-    def record(self, results: Sequence[PaddedValue | int]) -> Record | None:
-        """Return the calls, to repeat them; None if they may differ another time.
+    def record(self, values: Sequence[PaddedValue | Tensor | None], kind: type, writes: bool) -> Record | Note:
+        """Return the calls, to repeat them.
 
         Args:
-            results: what the call returns: values, or positions of arguments.
+            values: what the call returns: arguments, and values; nothing if it did more than that, or failed.
+            kind: the type of its result, or of the container of several.
+            writes: as in `Record`.
         """
-        dense = [self._sources[x] if isinstance(x, int) else x.dense for x in results]
-        names = ["None" if isinstance(x, int) else self._names.get(id(x.dense), "") for x in results]
-        apart = any(not isinstance(x, int) and x.sizes is not self._sizes and x.padded_dims for x in results)
-        if not self.is_repeatable or not self._lines or "" in names or apart or len({*map(id, dense)}) < len(dense):
-            return None
-        found = [
-            Result(None, x, None) if isinstance(x, int) else
-            Result(
-                layout_of(x.dims, x.dtype, x.dense.device, x.fill, x.view, repr(x.fill)) if x.padded_dims else None,
-                None, None if x.tracker is None else self._tracker(x.tracker),
-            )
-            for x in results
-        ]  # fmt: skip
+        is_single = issubclass(kind, Tensor)
+        if not (self.is_repeatable and self._lines and values and (is_single or kind in _KINDS)):
+            return Note.UNREPEATABLE
+        names, results = list[str](), list[Result]()
+        for x in values:
+            if not isinstance(x, PaddedValue):
+                names.append("None")
+                results += [Result(None, i, None) for i, source in enumerate(self._sources) if source is x][:1]
+                continue
+            if id(x.dense) not in self._names or (x.sizes is not self._sizes and x.padded_dims):
+                return Note.UNREPEATABLE
+            names.append(self._names[id(x.dense)])
+            layout = layout_of(x.dims, x.dtype, x.dense.device, x.fill, x.view, repr(x.fill)) if x.padded_dims else None
+            results.append(Result(layout, None, None if x.tracker is None else self._tracker(x.tracker)))
+        if len(results) < len(values) or len({*names}) < len(names):
+            return Note.UNREPEATABLE
         trackers = []
         for tracker in self._trackers:  # which grow while their conditions are read
             each = [[self._tracker(result) for result in results] for results in tracker.conditions]
             trackers.append((tracker.is_masked, tracker.uses, each))
         source = "\n    ".join([*self._lines, f"return ({', '.join(names)},)"])
-        return Record(FunctionType(_compiled(source), self._constants), found, trackers)
+        program = FunctionType(_compiled(source), self._constants)
+        views = {x.view for x in values if isinstance(x, PaddedValue) and x.view}
+        has_views = "copy" in views or ("alias" in views and torch.is_grad_enabled())
+        return Record(program, results, trackers, None if is_single else kind, writes, has_views)
+
+
+_KINDS = {tuple, list, *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))}
 
 
 class _Ops(TorchDispatchMode):

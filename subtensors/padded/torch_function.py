@@ -102,6 +102,7 @@ class CallFrame:
         """Results without a padded dim that share an argument's memory."""
         self.has_views = False
         """True if a result is a view."""
+
     def placeholder(self, x: Tensor) -> Tensor:
         """The placeholder of an argument, made at its first use."""
         if id(x) not in self.placeholders:

@@ -53,21 +53,6 @@ def remember_views(
             )
 
 
-def remember_aliases(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree) -> None:
-    """Store the source of views that share the memory of the first argument, the only tensor of the call."""
-    base: PaddedTensor = args[0]
-    rest = [[*x] if type(x) is list else x for x in args[1:]]  # a caller may change its list
-    if base._dense.is_inference():
-        return
-    versions = _versions(base, False)
-    if isinstance(out, PaddedTensor):
-        out._view_source = ViewSource(lambda: base, lambda x: func(x, *rest, **kwargs), versions)
-        return
-    for i, view in enumerate(out):
-        if isinstance(view, PaddedTensor):
-            view._view_source = ViewSource(lambda: base, lambda x, i=i: func(x, *rest, **kwargs)[i], versions)  # type: ignore[misc]
-
-
 def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
     """Return the argument whose memory a result is in; the first one for a result that was copied."""
     if len(given) == 1:
@@ -155,12 +140,7 @@ def _with_bases(x: PaddedTensor) -> Iterator[PaddedTensor]:
 
 def _versions(x: PaddedTensor, with_storage: bool) -> tuple[int, ...]:
     """The versions of a tensor and its bases, and with `with_storage` of their storages, which count all writes."""
-    base, found = x, list[int]()
     with torch._C.DisableTorchFunctionSubclass():
-        while True:
-            found += (base._version, base._dense._version) if with_storage else (base._version,)
-            source = base._view_source
-            above = None if source is None else source.base()
-            if above is None:
-                return tuple(found)
-            base = above
+        if x._view_source is None:
+            return x._version, x._dense._version if with_storage else 0
+        return tuple(v for base in _with_bases(x) for v in (base._version, base._dense._version if with_storage else 0))

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
 from subtensors.dispatch.padded import interpreter
+from subtensors.dispatch.padded.recorded_rules import Record
 from subtensors.padded import fast_path
 from subtensors.padded.padded_tensor import unwrap
 
@@ -134,9 +135,9 @@ def test_the_fast_path_runs_the_same_rules_as_the_dispatcher(
     assert not recorded() or len(made[count - 1]) < len(made[0])
 
 
-def recorded() -> list[fast_path.Known]:
+def recorded() -> list[Record]:
     """The calls that are repeated."""
-    return [known for known in fast_path._calls.values() if isinstance(known, fast_path.Known)]
+    return [known for known in fast_path._calls.values() if isinstance(known, Record)]
 
 
 def _described(x: Any) -> Any:
