@@ -267,9 +267,9 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
 def _applied(function: type[torch.autograd.Function], *args: PyTree) -> Tensor:
     """Return the result of an autograd function; what records a rule gets it from here, since no mode sees it."""
     if noting.recording is None:
-        return function.apply(*args)  # type: ignore[no-untyped-call, no-any-return]
+        return function.apply(*args)  # type: ignore[no-any-return]
     with without_overrides():
-        out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+        out: Tensor = function.apply(*args)
     noting.recording(function.apply, args, {}, out)
     return out
 

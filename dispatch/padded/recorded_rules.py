@@ -139,13 +139,13 @@ class RuleRecording(TorchFunctionMode):
             self._tracker(value.tracker)
 
     def __enter__(self) -> RuleRecording:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         noting.recording = self.note
         return self
 
     def __exit__(self, *error: object) -> None:
         noting.recording = None
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., PyTree], types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -194,8 +194,6 @@ class RuleRecording(TorchFunctionMode):
             args = *args[:2], number
             self._alive.append(args)
         values = [*map(self._text, args), *(f"{key}={self._text(x)}" for key, x in kwargs.items())]
-        if self._lines and not self._sizes.values.is_cpu:
-            raise _UnrepeatableError
         new = f"t{len(self._lines)}"
         self._lines.append(f"{new} = {self._constant(func)}({', '.join(values)})")
         for key, t in _listed(new, out):
@@ -217,7 +215,8 @@ class RuleRecording(TorchFunctionMode):
         wanted = BoundCall(op, args, kwargs, Tensor).arguments
         if len(seen.calls) != 1 or seen.calls[0][0] is not op:
             return None
-        found = BoundCall(*seen.calls[0], Tensor).arguments
+        _, found_args, found_kwargs = seen.calls[0]
+        found = BoundCall(op, found_args, found_kwargs, Tensor).arguments
         return tuple(given) if all(_is_same(found[name], x) for name, x in wanted.items()) else None
 
     def _text(self, x: PyTree) -> str:
@@ -240,8 +239,6 @@ class RuleRecording(TorchFunctionMode):
 
     def _size_text(self, x: Tensor) -> str:
         """Return the expression of a tensor that is made of true sizes."""
-        if not self._sizes.values.is_cpu:  # what a GPU runs may be captured, with sizes of its own
-            raise _UnrepeatableError
         if x is self._sizes.values:
             return "sizes.values"
         for key, mask in self._sizes.masks.items():
@@ -303,7 +300,7 @@ class _Ops(TorchDispatchMode):
     """A mode that notes ops, and returns a known result instead of running them."""
 
     def __init__(self, out: PyTree) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._out = out
         self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
 

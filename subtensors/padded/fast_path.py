@@ -87,7 +87,7 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             args = args[0], args[1:]
         func = SHAPE_OPS[func]
     given = (*args, *kwargs.values()) if kwargs else args
-    values = [func, torch.get_default_dtype(), torch._C._get_deterministic_algorithms(), *kwargs]
+    values = [func, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kwargs]
     operands: list[PyTree] = []
     tensors: list[Tensor] = []
     sizes = _add(given, values, operands, tensors, None, func is Tensor.__getitem__)
@@ -151,7 +151,8 @@ def _add(
                     values.append(n.text)
         elif kind in _LISTS and _TENSORS.issuperset(kinds):
             values += (kind, len(x))
-            operands.append(storages := [])
+            storages: list[PyTree] = []
+            operands.append(storages)
             sizes = _add(x, values, storages, tensors, sizes)
         else:
             raise KeyError
@@ -162,8 +163,8 @@ def _alike(own: TrueSizes | None, sizes: TrueSizes | None, values: list[object])
     """Return the true sizes of a call, whose operands so far have some; those of tensors padded apart must agree."""
     if own is None or not (sizes is None or sizes is own or sizes.agree_with(own)):
         raise KeyError
-    # Rules compare sizes for every value up to their buckets, which are part of the kind.
-    values.append(own.kind)
+    # Rules compare sizes for every value up to their buckets, which are part of the kind; a capture serves other sizes.
+    values += (own.kind, own.is_captured)
     return own if sizes is None else sizes
 
 
@@ -218,9 +219,10 @@ def try_fast_path(
     found = program(operands, sizes, trackers)
     if writes:
         refresh_copies(args[0])
+    listed: list[Tensor]
     if kind is None and kept[0].layout is not None and not is_tracked:  # as below, in less time
-        results = wrap_layout(found[0], kept[0].layout, sizes)
-        listed = [results]
+        listed = [wrap_layout(found[0], kept[0].layout, sizes)]
+        results = listed[0]
     else:
         listed = [_wrapped(*pair, given, sizes, trackers) for pair in zip(kept, found, strict=True)]
         results = listed[0] if kind is None else kind(listed)
