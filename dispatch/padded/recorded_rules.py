@@ -115,7 +115,8 @@ class RuleRecording(TorchFunctionMode):
         super().__init__()
         self._sources, self._sizes = sources, sizes
         self._func = func if type(func) in _BINDINGS else None
-        self._reads = noting.host_reads
+        self._reads, self._outer = noting.host_reads, noting.recording
+        self._grad = torch.is_grad_enabled()
         self._names: dict[int, str] = {}
         self._alive: list[PyTree] = []
         self._lines: list[str] = []
@@ -144,7 +145,7 @@ class RuleRecording(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        noting.recording = None
+        noting.recording = self._outer
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -176,6 +177,10 @@ class RuleRecording(TorchFunctionMode):
             if out is not None:
                 return
         name = name.partition(".")[0]  # of an op's overload
+        if name == "_set_grad_enabled":
+            return
+        if torch.is_grad_enabled() != self._grad:
+            raise _UnrepeatableError  # in an autograd function, whose backward isn't that of its calls
         if name in _OF_VALUES and (name != "arange" or any(isinstance(x, Tensor) for x in args)):
             raise _UnrepeatableError
         if (name == "where" and len(args) + len(kwargs) == 1) or _has_mask(name, args, kwargs):

@@ -29,6 +29,7 @@ from subtensors.dispatch.padded.recorded_rules import Note, Record, Result, Rule
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.torch_internals import dispatcher
+from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 from subtensors.padded.autograd import unwrap_with_grad, wrap_results, wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap_layout
 from subtensors.padded.views import is_current, refresh_copies, remember_views
@@ -122,10 +123,12 @@ def _add(
                 raise KeyError
             # A fill that a write to the storage made stale is none.
             values.append(layout if x._fill_version is None or fill_of(x) is layout.fill else (layout, "stale"))
+            if not dense.is_contiguous():
+                values.append(_strides(dense))
             operands.append(dense)
             tensors.append(x)
         elif kind in PLAIN_TYPES:
-            values += (x.shape, x.dtype, x.device)
+            values += (x.shape, x.dtype, x.device, None if x.is_contiguous() else _strides(x))
             operands.append(x)
             tensors.append(x)
         elif kind in _CONSTANTS:
@@ -166,6 +169,13 @@ def _alike(own: TrueSizes | None, sizes: TrueSizes | None, values: list[object])
     # Rules compare sizes for every value up to their buckets, which are part of the kind; a capture serves other sizes.
     values += (own.kind, own.is_captured)
     return own if sizes is None else sizes
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """Return the strides of a storage, which decide what C++ copies between the ops of a call."""
+    if t.layout is not torch.strided:
+        raise KeyError
+    return t.stride()
 
 
 def _index_key(index: PyTree) -> Key:
@@ -273,7 +283,7 @@ class CallRecording:
         self.context: RuleRecording | contextlib.nullcontext[None] = contextlib.nullcontext()
         """What the rules run in."""
         self._func = func
-        if dispatcher.is_intercepted() or is_observed():
+        if dispatcher.is_intercepted() or is_observed() or has_saved_tensor_hooks():  # a hook may call torch itself
             return
         try:
             self._key, given, _, self._sizes, _ = call_key(func, args, kwargs)
