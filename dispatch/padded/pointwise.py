@@ -72,7 +72,6 @@ def pointwise(call: PaddedCall) -> PyTree:
     named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes, lazy), call.arguments)
     divisor = call.arguments.get("other")
     if isinstance(divisor, PaddedValue) and may_divide_by_zero(call.op, divisor.dense):
-        call.reads_sizes = True
         sizes_known = [known_sizes(x, d) for x in operands for d in x.padded_dims]
         is_empty = any(known and not any(known) for known in sizes_known)
         named["other"] = torch.ones_like(divisor.dense) if is_empty else divisor.filled(1)

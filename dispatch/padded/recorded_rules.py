@@ -16,29 +16,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
+from types import CodeType, FunctionType, MethodType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from subtensors.dispatch.ops.bound_call import BoundCall
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Layout, PaddedValue, layout_of
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.torch_internals.dispatcher import below_autograd, without_overrides
+from subtensors.dispatch.torch_internals.ops import binding_of
 
 Program = Callable[[Sequence[PyTree], TrueSizes, Sequence[GradientTracker]], Sequence[Tensor]]
 """Takes the arguments of a call, storages in place of PaddedTensors, and trackers; returns the results' storages."""
-
-_BINDINGS = frozenset([BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType])
-"""The types of torch's own bindings of ops, which take the host less time than an op's overload."""
 
 _METADATA = frozenset(
     """shape dtype device ndim is_cuda is_meta is_cpu requires_grad dim size numel is_floating_point is_complex
@@ -83,7 +77,8 @@ class Record(NamedTuple):
             those of the operands.
         kind: the type of several results; None of a single one.
         writes: True if it writes to all of the first argument's storage, whose padding is undefined.
-        has_views: whether results remember what they are views of.
+        plain_views: the indices of plain results that share an argument's memory; None where no result remembers what
+            it is a view of.
     """
 
     program: Program
@@ -91,7 +86,7 @@ class Record(NamedTuple):
     trackers: Sequence[tuple[bool, int, Sequence[Sequence[int]]]]
     kind: Callable[[Sequence[Tensor]], PyTree] | None
     writes: bool
-    has_views: bool
+    plain_views: Sequence[int] | None
 
 
 class Note(Enum):
@@ -108,13 +103,11 @@ class RuleRecording(TorchFunctionMode):
     Args:
         sources: the arguments of the call, by position and then by name.
         sizes: the true sizes of its tensors.
-        func: the function that was called, if by position alone.
     """
 
-    def __init__(self, sources: Sequence[PyTree], sizes: TrueSizes, func: Callable[..., PyTree] | None) -> None:
+    def __init__(self, sources: Sequence[PyTree], sizes: TrueSizes) -> None:
         super().__init__()
         self._sources, self._sizes = sources, sizes
-        self._func = func if type(func) in _BINDINGS else None
         self._reads, self._outer = noting.host_reads, noting.recording
         self._grad = torch.is_grad_enabled()
         self._names: dict[int, str] = {}
@@ -122,7 +115,6 @@ class RuleRecording(TorchFunctionMode):
         self._lines: list[str] = []
         self._constants: dict[str, PyTree] = {}
         self._trackers: list[GradientTracker] = []
-        self._op: tuple[OpOverload, Args, Kwargs, list[Tensor], PyTree] | None = None
         self.is_repeatable = True
 
     @property
@@ -185,44 +177,11 @@ class RuleRecording(TorchFunctionMode):
             raise _UnrepeatableError
         if (name == "where" and len(args) + len(kwargs) == 1) or _has_mask(name, args, kwargs):
             raise _UnrepeatableError
-        if isinstance(func, OpOverload):
-            if self._op is not None:
-                self._func = None  # it is several ops
-            self._op = func, args, kwargs, tree_find(Tensor, (args, kwargs)), out
-            if self._func is not None and (short := self._bound_call(self._func)) is not None:
-                func, args, kwargs = self._func, short, {}
-        is_fill = func is torch.where and len(args) == 3 and isinstance(args[2], float | int)
-        if is_fill and args[1].is_cpu and args[1].dtype == outs[0].dtype:
-            # Torch would make a tensor of the number in each call.
-            number = torch.full((), args[2], dtype=args[1].dtype, device=args[1].device)
-            self._names[id(number)] = self._constant(number)
-            args = *args[:2], number
-            self._alive.append(args)
         values = [*map(self._text, args), *(f"{key}={self._text(x)}" for key, x in kwargs.items())]
         new = f"t{len(self._lines)}"
-        self._lines.append(f"{new} = {self._constant(func)}({', '.join(values)})")
+        self._lines.append(f"{new} = {self._constant(binding_of(func))}({', '.join(values)})")
         for key, t in _listed(new, out):
             self._names[id(t)] = key  # an argument that is returned may be copied the next time
-
-    def _bound_call(self, func: Callable[..., PyTree]) -> Args | None:
-        """Return the arguments with which the function that was called is the op that was just noted, or None."""
-        assert self._op is not None
-        op, args, kwargs, tensors, out = self._op
-        if len(tensors) != len(tree_find(Tensor, self._sources)):
-            return None
-        rest = iter(tensors)
-        given = tree_map_only(Tensor, lambda _: next(rest), self._sources)
-        with _Ops(out) as seen, without_overrides(), below_autograd():
-            try:
-                func(*given)
-            except Exception:  # it takes other arguments
-                return None
-        wanted = BoundCall(op, args, kwargs, Tensor).arguments
-        if len(seen.calls) != 1 or seen.calls[0][0] is not op:
-            return None
-        _, found_args, found_kwargs = seen.calls[0]
-        found = BoundCall(op, found_args, found_kwargs, Tensor).arguments
-        return tuple(given) if all(_is_same(found[name], x) for name, x in wanted.items()) else None
 
     def _text(self, x: PyTree) -> str:
         """Return the expression of an argument."""
@@ -295,33 +254,12 @@ class RuleRecording(TorchFunctionMode):
         program = FunctionType(_compiled(source), self._constants)
         views = {x.view for x in values if isinstance(x, PaddedValue) and x.view}
         has_views = "copy" in views or ("alias" in views and torch.is_grad_enabled())
-        return Record(program, results, trackers, None if is_single else kind, writes, has_views)
+        given = zip(values, results, strict=True)
+        plain = [i for i, (x, own) in enumerate(given) if own.layout is None and getattr(x, "view", "") == "alias"]
+        return Record(program, results, trackers, None if is_single else kind, writes, plain if has_views else None)
 
 
 _KINDS = {tuple, list, *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))}
-
-
-class _Ops(TorchDispatchMode):
-    """A mode that notes ops, and returns a known result instead of running them."""
-
-    def __init__(self, out: PyTree) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._out = out
-        self.calls: list[tuple[OpOverload, Args, Kwargs]] = []
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> PyTree:
-        """Note an op."""
-        self.calls.append((func, args, kwargs or {}))
-        return self._out
-
-
-def _is_same(x: PyTree, y: PyTree) -> bool:
-    """Return whether two arguments are one tensor, or equal and of one type."""
-    if isinstance(x, tuple | list) and isinstance(y, tuple | list):
-        return len(x) == len(y) and all(map(_is_same, x, y))
-    return x is y or (not isinstance(x, Tensor) and type(x) is type(y) and repr(x) == repr(y))
 
 
 @functools.lru_cache(4096)

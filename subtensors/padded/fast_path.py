@@ -219,7 +219,7 @@ def try_fast_path(
     known = _known(key, sizes)[1]
     if type(known) is not Record:
         return NotImplemented
-    program, kept, all_trackers, kind, writes, has_views = known
+    program, kept, all_trackers, kind, writes, plain_views = known
     trackers: list[GradientTracker] = []
     if is_tracked:
         operands = _tracked(given, trackers)
@@ -236,9 +236,8 @@ def try_fast_path(
     else:
         listed = [_wrapped(*pair, given, sizes, trackers) for pair in zip(kept, found, strict=True)]
         results = listed[0] if kind is None else kind(listed)
-    if has_views:
-        plain = [t for t, result in zip(listed, kept, strict=True) if result.layout is None]
-        remember_views(again or func, args, kwargs, results, plain)
+    if plain_views is not None:
+        remember_views(again or func, args, kwargs, results, [listed[i] for i in plain_views])
     return results
 
 
@@ -294,7 +293,7 @@ class CallRecording:
             # A number that a program computes, or a size, may never come again.
             _remember(key, Note.SEEN)
         elif known is Note.SEEN:
-            self.context = RuleRecording(given, self._sizes, None if kwargs else func)
+            self.context = RuleRecording(given, self._sizes)
 
     def value(self, x: Tensor) -> PaddedValue:
         """Return the value of an argument, as rules take it."""

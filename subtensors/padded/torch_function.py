@@ -116,7 +116,9 @@ class CallFrame:
         if self.written or any(not args or x is not args[0] for x in self.overwritten):
             return []
         outs = out if isinstance(out, tuple | list) else [out]
-        return [self.originals.get(id(t), unwrap(t)) if isinstance(t, PaddedTensor) else None for t in outs]
+        if not all(t is None or isinstance(t, PaddedTensor) for t in outs):
+            return []
+        return [None if t is None else self.originals.get(id(t), unwrap(t)) for t in outs]
 
     def result(self, t: Tensor) -> Tensor:
         """The caller's tensor for a result of the call."""
