@@ -13,6 +13,7 @@ autograd tracks an operand, the trackers of its gradient are made anew, connecte
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -113,7 +114,8 @@ class RuleRecording(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._alive: list[PyTree] = []
         self._lines: list[str] = []
-        self._constants: dict[str, PyTree] = {}
+        # C++ that imports a module, as autograd's anomaly mode does, looks for builtins in the frame that called it.
+        self._constants: dict[str, PyTree] = {"__builtins__": builtins}
         self._trackers: list[GradientTracker] = []
         self.is_repeatable = True
 
