@@ -43,7 +43,8 @@ _METADATA = frozenset(
 
 _OF_VALUES = frozenset(
     """nonzero nonzero_numpy argwhere masked_select unique _unique _unique2 unique_consecutive unique_dim
-    unique_dim_consecutive repeat_interleave bincount one_hot arange tensor_split _pack_padded_sequence""".split()
+    unique_dim_consecutive repeat_interleave bincount one_hot arange tensor_split _pack_padded_sequence
+    linalg_lstsq _ctc_loss""".split()
 )
 """Functions whose results have a shape that values decide, beside `where` of a condition: `arange` of tensors only."""
 

@@ -282,7 +282,9 @@ class CallRecording:
         self.context: RuleRecording | contextlib.nullcontext[None] = contextlib.nullcontext()
         """What the rules run in."""
         self._func = func
-        if dispatcher.is_intercepted() or is_observed() or has_saved_tensor_hooks():  # a hook may call torch itself
+        if dispatcher.is_intercepted() or is_observed() or not _is_torchs(func):
+            return
+        if has_saved_tensor_hooks():  # which may call torch themselves
             return
         try:
             self._key, given, _, self._sizes, _ = call_key(func, args, kwargs)
@@ -326,6 +328,13 @@ class CallRecording:
         _remember(key, record)
         if isinstance(record, Record):
             repeated_functions.add(self._func)
+
+
+def _is_torchs(func: Callable[..., PyTree]) -> bool:
+    """Return whether a function is torch's own; another one may read what its arguments don't tell."""
+    if isinstance(func, torch.ScriptMethod | torch.ScriptFunction):
+        return False
+    return str(getattr(func, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
 def _remember(key: Key, known: Record | Note) -> None:

@@ -286,11 +286,7 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
     try:
         with dispatcher.restored_dispatch_keys(frame.keys, casting=op.overloadpacket in decomposable.CAST_INSIDE):
             writes = is_in_place(op) or functional_form(op) is not op
-            out = _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs, frame.recording)
-            outs = out if isinstance(out, tuple | list) else [out]
-            if not all(isinstance(t, PaddedTensor) for t in outs):
-                frame.recording.stop()  # Python may compute with a number that is made of values
-            return out
+            return _mutate(op, args, kwargs, frame) if writes else _run(op, args, kwargs, frame.recording)
     except decomposable.MustDecompose:
         pass
     finally:
