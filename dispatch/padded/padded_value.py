@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,9 +38,6 @@ from subtensors.dispatch.sizes.dim_factors import (
 from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
 from subtensors.dispatch.torch_internals.dispatcher import without_overrides
 
-if TYPE_CHECKING:
-    pass
-
 Number = int | float | bool
 
 FINITE_FILL: Literal["finite"] = "finite"
@@ -64,12 +61,8 @@ class Layout:
     view: View
 
 
-@functools.lru_cache(4096)
-def layout_of(
-    dims: tuple[Factors, ...], dtype: torch.dtype, device: torch.device, fill: Fill | None, view: View, written: str
-) -> Layout:
-    """Return a layout; `written`, the text of the fill, tells 0 from -0.0 and False."""
-    return Layout(dims, dtype, device, fill, view)
+# The last one, the text of the fill, tells 0 from -0.0 and False.
+_layout: Callable[..., Layout] = functools.lru_cache(4096)(lambda *fields: Layout(*fields[:-1]))
 
 
 @dataclass(eq=False)
@@ -238,6 +231,10 @@ class PaddedValue:
         """State that this call's gradient of an operand is zero in its padding if the gradients of some results are."""
         if self.tracker is not None:
             self.tracker.conditions.append([r.tracker or GradientTracker() for r in results])
+
+    def layout(self) -> Layout:
+        """Return the properties by which rules decide."""
+        return _layout(self.dims, self.dtype, self.dense.device, self.fill, self.view, repr(self.fill))
 
     def as_view(self, view: View) -> PaddedValue:
         """Return this value, marked as a view of this kind."""

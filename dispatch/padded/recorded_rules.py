@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_size import PaddedSize
-from subtensors.dispatch.padded.padded_value import Layout, PaddedValue, layout_of
+from subtensors.dispatch.padded.padded_value import Layout, PaddedValue
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.torch_internals.ops import binding_of
@@ -245,7 +245,7 @@ class RuleRecording(TorchFunctionMode):
             if id(x.dense) not in self._names or (x.sizes is not self._sizes and x.padded_dims):
                 return Note.UNREPEATABLE
             names.append(self._names[id(x.dense)])
-            layout = layout_of(x.dims, x.dtype, x.dense.device, x.fill, x.view, repr(x.fill)) if x.padded_dims else None
+            layout = x.layout() if x.padded_dims else None
             results.append(Result(layout, None, None if x.tracker is None else self._tracker(x.tracker)))
         if len(results) < len(values) or len({*names}) < len(names):
             return Note.UNREPEATABLE

@@ -11,7 +11,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, layout_of, unpadded_value
+from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
@@ -161,4 +161,4 @@ def assign_at_index(x: PaddedTensor, index: PyTree, value: Number | Tensor) -> N
 
 def set_layout(x: PaddedTensor, dims: tuple[Factors, ...], fill: Fill | None = None) -> None:
     """Set the dims and the fill of a tensor that was written to."""
-    x._layout = layout_of(dims, x._dense.dtype, x._dense.device, fill, x._view, repr(fill))
+    x._layout = PaddedValue(x._dense, dims, x._sizes, fill, x._view).layout()

@@ -22,15 +22,7 @@ from subtensors.dispatch.ops.lazy_storage import is_lazy
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
-from subtensors.dispatch.padded.padded_value import (
-    EDGE_FILL,
-    Fill,
-    Layout,
-    PaddedValue,
-    View,
-    layout_of,
-    unpadded_value,
-)
+from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, Layout, PaddedValue, View, unpadded_value
 from subtensors.dispatch.padded.size_conditions import HostSize
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
@@ -340,10 +332,7 @@ class PaddedTensor(Tensor):
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
-    dense, fill = value.dense, value.fill
-    out = wrap_layout(
-        dense, layout_of(value.dims, dense.dtype, dense.device, fill, value.view, repr(fill)), value.sizes
-    )
+    out = wrap_layout(value.dense, value.layout(), value.sizes)
     out._tracker = value.tracker
     return out
 
