@@ -180,7 +180,7 @@ class PaddedValue:
             return fill_padding(dense, mask, value)
         if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return _applied(FillPadding, dense, mask, value, self._number(0, dense), is_zero)
+        return opaque(FillPadding.apply, dense, mask, value, self._number(0, dense), is_zero)
 
     def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
@@ -258,16 +258,16 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return _applied(MaskGradient, dense, mask, zero, is_zero)
+    return opaque(MaskGradient.apply, dense, mask, zero, is_zero)
 
 
-def _applied(function: type[torch.autograd.Function], *args: PyTree) -> Tensor:
-    """Return the result of an autograd function; what records a rule gets it from here, since no mode sees it."""
+def opaque(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Call a function that a recording of the rule repeats as a whole, not what it calls."""
     if noting.recording is None:
-        return function.apply(*args)  # type: ignore[no-any-return]
+        return function(*args)
     with without_overrides():
-        out: Tensor = function.apply(*args)
-    noting.recording(function.apply, args, {}, out)
+        out = function(*args)
+    noting.recording(function, args, {}, out)
     return out
 
 

@@ -7,6 +7,7 @@ two calls alike: each test changes one such thing between calls, back and forth.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -582,3 +583,26 @@ def test_every_op_whose_values_decide_a_shape_is_known_to_recordings() -> None:
     found = {op.overloadpacket.__name__ for op in ops if torch.Tag.dynamic_output_shape in op.tags}
     assert len(found) > 10
     assert found <= recorded_rules._OF_VALUES | {"index"}  # where it is an index with a mask
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_repeated_layer_gives_no_warning_that_its_rule_hides(tracked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lstm = torch.lstm
+
+    def warning(*args: Any) -> Any:
+        warnings.warn("RNN module weights are not part of single contiguous chunk of memory", stacklevel=1)
+        return lstm(*args)
+
+    monkeypatch.setattr(torch, "lstm", warning)
+    layer = torch.nn.LSTM(6, 3, batch_first=True, dtype=torch.float64)
+    recorded = sum(isinstance(known, fast_path.Record) for known in fast_path._calls.values())
+    with torch.set_grad_enabled(tracked):
+        for n in (5, 5, 5, 7, 5):
+            t = torch.randn(2, n, 6, dtype=torch.float64)
+            out = layer(st.pad(t, {1: SEQ}, value=NAN))[0].unpad()
+            with monkeypatch.context() as patched:
+                patched.setattr(torch, "lstm", lstm)
+                torch.testing.assert_close(out, layer(t)[0])
+    assert sum(isinstance(known, fast_path.Record) for known in fast_path._calls.values()) > recorded
+    fast_path._calls.clear()
