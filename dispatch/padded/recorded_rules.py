@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import CodeType, FunctionType, MethodType
@@ -253,7 +254,7 @@ class RuleRecording(TorchFunctionMode):
         for tracker in self._trackers:  # which grow while their conditions are read
             each = [[self._tracker(result) for result in results] for results in tracker.conditions]
             trackers.append((tracker.is_masked, tracker.uses, each))
-        source = "\n    ".join([*self._lines, f"return ({', '.join(names)},)"])
+        source = "\n    ".join([*_freeing(self._lines, names), f"return ({', '.join(names)},)"])
         program = FunctionType(_compiled(source), self._constants)
         views = {x.view for x in values if isinstance(x, PaddedValue) and x.view}
         has_views = "copy" in views or ("alias" in views and torch.is_grad_enabled())
@@ -263,6 +264,15 @@ class RuleRecording(TorchFunctionMode):
 
 
 _KINDS = {tuple, list, *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))}
+
+
+def _freeing(lines: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """Return lines that free each result after its last use, but for what is returned."""
+    last = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
+    for name in re.findall(r"\bt\d+\b", " ".join(kept)):
+        last.pop(name, None)
+    ends = {i: " = ".join(name for name, at in last.items() if at == i) for i in {*last.values()}}
+    return [f"{line}; {ends[i]} = None" if i in ends else line for i, line in enumerate(lines)]
 
 
 @functools.lru_cache(4096)

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -407,6 +408,23 @@ def _written_inside(x: Any) -> Any:
     y = x * 1
     y[:, 1:].mul_(2)
     return y
+
+
+@torch.no_grad()
+def test_a_repeated_call_frees_what_it_needs_no_more() -> None:
+    function = OfTorch(lambda x: x.exp().sin().cos().tan().sum(-1))
+    x = st.pad(torch.randn(64, 8, 6), {1: SEQ})
+    one, peaks = x.numel() * x.element_size(), []
+    for _ in range(4):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            function(x)
+        used = peak = 0
+        for event in profiled.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                used += event.nbytes()
+                peak = max(peak, used)
+        peaks.append(peak / one)
+    assert 1 < peaks[-1] < 2.5, peaks
 
 
 @torch.no_grad()
