@@ -180,7 +180,7 @@ class PaddedValue:
             return fill_padding(dense, mask, value)
         if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return opaque(FillPadding.apply, dense, mask, value, self._number(0, dense), is_zero)
+        return opaque(FillPadding.apply, dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-any-return]
 
     def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
@@ -258,7 +258,7 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return opaque(MaskGradient.apply, dense, mask, zero, is_zero)
+    return opaque(MaskGradient.apply, dense, mask, zero, is_zero)  # type: ignore[no-any-return]
 
 
 def opaque(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
