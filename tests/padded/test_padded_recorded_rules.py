@@ -29,6 +29,8 @@ from subtensors.padded.padded_tensor import unwrap
 
 SEQ = st.Dim("seq", max=16, buckets=8)
 NAN = float("nan")
+UNCHECKED = {"native_batch_norm", "_native_batch_norm_legit"}
+"""Ops that read past the end of weights that are shorter than the channels: torch checks no sizes there."""
 W, B = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
 
 
@@ -73,6 +75,8 @@ def differing(op: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         if any(t.layout != torch.strided for t in tensors):
             continue
         for plan in plans(tensors)[:6]:
+            if op.name in UNCHECKED and (0, 1) not in plan and (1, 0) in plan:
+                continue  # an odd turn would leave a channel without its weight
             for turn in (0, 1, 0, 1, 0, 1):
                 try:
                     calls = [optree.tree_unflatten(spec, padded_call(leaves, plan, turn)) for _ in range(2)]
