@@ -125,7 +125,10 @@ def index_put(call: PaddedCall, x: PaddedValue, indices: Indices, values: Padded
         mask, trailing = masks[0], x.dim() - masks[0].dim()
         own = (*mask.dims, *static_dims([1] * trailing))
         widened = PaddedValue(mask.dense[(..., *(None,) * trailing)], own, mask.sizes)
-        return apply(aten.where.self, widened, PaddedValue(values.dense.reshape(()).to(x.dense.dtype), ()), x)
+        value = PaddedValue(values.dense.reshape(()), ())
+        if value.dense.device != x.dense.device:  # a number's, on the host: `where` would copy it to the GPU
+            return apply(aten.masked_fill.Tensor, x, widened, value)
+        return apply(aten.where.self, widened, value.like(value.dense.to(x.dense.dtype)), x)
     if masks:
         raise UnsupportedCall("how many positions a mask names depends on its values")
     found, at = _integer_indices(x, indices, slot=True)

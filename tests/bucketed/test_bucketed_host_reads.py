@@ -89,6 +89,16 @@ def test_what_reads_nothing_on_the_host_is_replayed(name: str) -> None:
     assert not is_capturing()
 
 
+@torch.no_grad()
+def test_a_number_that_is_written_under_a_mask_needs_no_copy_to_the_device(device: str) -> None:
+    run = st.bucketed(_filled, DIMS)
+    for n in (5, 5, 6):
+        x = rows(n, device)
+        torch.testing.assert_close(run(x), _filled(x))
+    assert run.stats().hits == 2
+    assert not run.stats().fallbacks
+
+
 def test_a_step_that_reads_its_loss_is_taken_once_a_call_and_not_replayed(device: str) -> None:
     def step_of(net: nn.Module) -> Callable[[Tensor], Tensor]:
         opt = st.optim.SGD(net.parameters(), lr=0.1)
