@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.sizes.expressions import Size
 
@@ -83,6 +85,8 @@ class SizeConditions:
         """The outcome of each condition."""
         self.is_number_read = False
         """True if a size was read as a plain number, of which Python may make anything: each true size has its own."""
+        self.dtypes: set[torch.dtype] = set()
+        """The dtypes of tensors that the program's functions returned, which its results are rounded by."""
         self._makes_no_difference: set[SizeCondition] = set()
 
     @contextmanager
@@ -106,6 +110,7 @@ class SizeConditions:
         """Forget all conditions."""
         self.is_number_read = False
         self.found.clear()
+        self.dtypes.clear()
         self._makes_no_difference.clear()
 
     def unmet(self, host: Mapping[sympy.Symbol, HostSize], ignores_branches: bool = False) -> str:

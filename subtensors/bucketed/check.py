@@ -21,6 +21,7 @@ numbers for zeros, with rows of one length.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ from subtensors.bucketed.outputs import plain_result
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot
 from subtensors.bucketed.reachable_state import generators_in
-from subtensors.bucketed.side_effects import Snapshot, dense_of
+from subtensors.bucketed.side_effects import Snapshot, dense_of, is_room_for
 from subtensors.bucketed.statistics import summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_distributed
@@ -72,6 +73,9 @@ DRAWS = "it draws random numbers"
 
 UNKNOWN = "it draws random numbers and takes a padded size as a number, so that no comparison shows what that does"
 """The reason why the program runs at its true sizes then."""
+
+COPIES = 5
+"""The copies of what a program writes to that there are at once at most: two snapshots, and values of three runs."""
 
 ASIDE_PRECISION = 1e-5
 """The precision of runs aside, at least."""
@@ -114,6 +118,8 @@ class Checker:
         """The buckets whose calls can't be compared, and that were compared in runs aside."""
         self._shown: dict[int, set[int]] = {}
         """The zeros that runs aside have filled, for each family of calls."""
+        self._large: dict[int, weakref.ref[Tensor]] = {}
+        """By id, tensors that the program wrote to, and of which no snapshot had a copy: the next one has."""
         self._places: list[str] = []  # of the arguments of the call that is checked
         self.checked = 0  # calls that were compared with the plain program
         self.not_checked: Counter[str] = Counter()
@@ -140,7 +146,9 @@ class Checker:
             return False
         is_smallest = not _are_above(spec.true_sizes, bucket.smallest_checked)
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes) or is_smallest
-        return is_early or bucket.conditions.is_number_read or bool(bucket.conditions.unmet(spec.host))
+        if bucket.conditions.is_number_read or bucket.conditions.unmet(spec.host):
+            return True
+        return is_early and self._is_room()
 
     def answer_and_check(
         self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
@@ -233,7 +241,7 @@ class Checker:
         if expected is None and not_checked == DRAWS and bucket.conditions.is_number_read:
             return UNKNOWN
         if expected is not None and got is not None:
-            unit = max(unit_in_the_last_place([*self._state.tensors(), *leaves]), ASIDE_PRECISION)
+            unit = max(self._precision(bucket, leaves), ASIDE_PRECISION)
             found = first_difference(got, expected, unit, lambda direction: run(unit, direction))
         if not found and all(n < most for n, most in zip(spec.sizes, spec.buckets, strict=True)):
             self._compared_aside.add(bucket)
@@ -252,7 +260,17 @@ class Checker:
         modules = [module for root in self._state.guard.roots for module in root.modules()]
         undo, own = [ObjectSnapshot([*others, *modules]).restore], generators_in(others)
         tensors = [*extra, *given, *callers_tensors(others)]
-        return Snapshot(self._state, [bucket.device], [], tensors, undo, own)
+        always = self._known_large() if self._is_room() else []
+        return Snapshot(self._state, [bucket.device], always, tensors, undo, own)
+
+    def _known_large(self) -> list[Tensor]:
+        """Return what the program is known to write to, with what its optimizers made of it since."""
+        found = [t for ref in self._large.values() if (t := ref()) is not None]
+        return list({id(t): t for t in [*found, *self._state.stepped_tensors()]}.values()) if found else []
+
+    def _is_room(self) -> bool:
+        """Return whether a call's writes can be undone, as far as they are known."""
+        return is_room_for(self._known_large(), COPIES)
 
     def _run_plain(
         self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[HostSize, ...], before: Snapshot
@@ -290,6 +308,7 @@ class Checker:
             if expected.error is not None:
                 raise expected.error  # another run would write once more
             expected.is_final = has_result
+            self._large |= {id(t): weakref.ref(t) for t in before.lost()}
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         if expected.error is None:
             bucket.checked_sizes[sizes] = not expected.not_checked  # until they differ
@@ -318,9 +337,12 @@ class Checker:
         """Return the first difference between a bucket's result and the plain program's, or ""."""
         self.checked += 1
         got = self._observe(result, leaves, expected.written, keeps_graph=bool(bucket.no_graph_reason))
-        unit = unit_in_the_last_place([*self._state.tensors(), *leaves])
+        unit = self._precision(bucket, leaves)
         again = partial(self._run_again, bucket, leaves, expected.written, unit, start=start)
         return first_difference(got, expected.observed or {}, unit, again)
+
+    def _precision(self, bucket: Bucket, leaves: Sequence[PyTree]) -> float:
+        return unit_in_the_last_place([*self._state.tensors(), *leaves], bucket.conditions.dtypes)
 
     def _run_again(
         self,

@@ -3,7 +3,9 @@
 Two right programs differ by rounding: sums over padded rows are added in another order. A few units in the last place
 of a tensor's largest value are always tolerated. Beyond that, what rounding may do to this program is measured: runs of
 the plain program whose parameters, arguments and cotangents are moved by up to a unit in the last place differ from it
-as much as rounding makes them, and so does one without TF32, which a kernel for another shape may use or not.
+as much as rounding makes them, and so does one without TF32, which a kernel for another shape may use or not. The unit
+is that of the coarsest dtype that the program computes in, as bfloat16 under its own autocast; that of gradients and
+of what is written, too, since sums of many products that cancel lose more than their own dtype says.
 """
 
 from __future__ import annotations
@@ -132,11 +134,16 @@ def moved(t: Tensor, unit: float, seed: int) -> Tensor:
     return out.requires_grad_(t.requires_grad)
 
 
-def unit_in_the_last_place(values: Iterable[PyTree]) -> float:
-    """Return the coarsest precision that a program over these tensors rounds to: of their dtypes, and autocast's."""
-    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype.is_floating_point}
-    dtypes |= {torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps)
+def unit_in_the_last_place(values: Iterable[PyTree], dtypes: Collection[torch.dtype]) -> float:
+    """Return the coarsest precision that a program rounds to.
+
+    Args:
+        values: the tensors that it reads, among others.
+        dtypes: of what its functions return.
+    """
+    found = {x.dtype for x in values if isinstance(x, Tensor)}.union(dtypes)
+    each = (torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point)
+    return max(each, default=torch.finfo(torch.float32).eps)
 
 
 def all_zero(values: Mapping[int, PyTree]) -> dict[int, Tensor]:
@@ -226,17 +233,27 @@ def first_difference(got: Observed, want: Observed, unit: float, moved_run: Call
     """
     if [*got] != [*want]:
         return f"it returns {', '.join(got) or 'nothing'} where the program returns {', '.join(want) or 'nothing'}"
-    noise: list[Observed] | None = None
+    noise: Mapping[str, float] | None = None
     scales = _scales(want)
     for name, expected in want.items():
-        found = _compare(got[name], expected, unit, scales[name], [])
+        least = unit if name.startswith((GRADIENT, WRITTEN)) else 0.0
+        found = _compare(got[name], expected, least, scales[name], 0.0)
         if found and found.may_be_rounding:
-            if noise is None:
-                noise = [run for run in map(moved_run, range(NOISE_RUNS)) if run is not None]
-            found = _compare(got[name], expected, unit, scales[name], [run.get(name) for run in noise])
+            noise = _noise(map(moved_run, range(NOISE_RUNS)), want) if noise is None else noise
+            found = _compare(got[name], expected, least, scales[name], noise[name])
         if found:
             return f"{name} {found.words}"
     return ""
+
+
+def _noise(runs: Iterable[Observed | None], want: Observed) -> dict[str, float]:
+    """Return for each value by how much it differs in some runs at most, of which one is kept at a time."""
+    found = dict.fromkeys(want, 0.0)
+    for run in runs:
+        for name, x in (run or {}).items():
+            if name in want:
+                found[name] = max(found[name], _error(x, want[name]))
+    return found
 
 
 def _scales(want: Observed) -> dict[str, float]:
@@ -271,43 +288,42 @@ class _Difference:
     may_be_rounding: bool = False
 
 
-def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: Sequence[PyTree]) -> _Difference | None:
+def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: float) -> _Difference | None:
     if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
-        others = zip(*noise, strict=True) if noise else [()] * len(want)
-        rows = (_compare(g, w, unit, scale, m) for g, w, m in zip(got, want, others, strict=True))
-        return next(filter(None, rows), None)
+        return next(filter(None, (_compare(g, w, unit, scale, noise) for g, w in zip(got, want, strict=True))), None)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return None if _is_same(got, want) else _Difference(f"is {got!r:.60}, and {want!r:.60} in the program")
     if got.shape != want.shape or got.dtype != want.dtype:
         ours, theirs = (f"{str(x.dtype)[6:]}{[*x.shape]}" for x in (got, want))
         return _Difference(f"is {ours}, and {theirs} in the program")
-    if got.layout != torch.strided or not want.numel() or want.is_meta:
-        return None
-    alike = [x for x in noise if isinstance(x, Tensor) and x.shape == want.shape]
-    if not (want.is_floating_point() or want.is_complex()):
-        return _compare_integers(got, want, alike)
-    error = _error(got, want)
-    allowed = TOLERATED_UNITS * max(unit, torch.finfo(want.dtype).eps) * scale
-    allowed += NOISE_FACTOR * max((_error(x, want) for x in alike), default=0.0)
+    is_exact = not (want.is_floating_point() or want.is_complex())
+    error, allowed = _error(got, want), NOISE_FACTOR * noise
+    if not is_exact:
+        allowed += TOLERATED_UNITS * max(unit, torch.finfo(want.dtype).eps) * scale
     if error <= allowed:
         return None
-    return _Difference(f"differs by {error:.3g}, of {_largest(want):.3g} at most", error != torch.inf)
+    if is_exact:
+        return _Difference(f"differs in {error:.0f} of {want.numel()} places", may_be_rounding=True)
+    return _Difference(f"differs by {error:.3g}, of {_largest(want):.3g} at most", may_be_rounding=error != torch.inf)
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference; infinite if NaN or infinities stand in other places."""
+def _error(got: PyTree, want: PyTree) -> float:
+    """Return the largest difference, infinite if NaN or infinities stand in other places; 0 for what is not alike.
+
+    Of integers and bools, of which rounding may change some, such as the indices of a maximum, it is their number.
+    """
+    if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
+        return max(map(_error, got, want), default=0.0)
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor) or got.shape != want.shape:
+        return 0.0
+    if got.layout != torch.strided or not want.numel() or want.is_meta:
+        return 0.0
+    if not (want.is_floating_point() or want.is_complex()):
+        return float((got != want).sum())
     wide = torch.complex128 if want.is_complex() else torch.float64
     ours, theirs = got.to(wide), want.to(wide)
     error = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs())
     return float(error.nan_to_num(nan=torch.inf).max())
-
-
-def _compare_integers(got: Tensor, want: Tensor, noise: Sequence[Tensor]) -> _Difference | None:
-    """Compare integers and bools; rounding may change some, such as the indices of a maximum."""
-    changed = int((got != want).sum())
-    if changed <= NOISE_FACTOR * max((int((x != want).sum()) for x in noise), default=0):
-        return None
-    return _Difference(f"differs in {changed} of {want.numel()} places", may_be_rounding=True)
 
 
 def _is_same(got: PyTree, want: PyTree) -> bool:

@@ -12,6 +12,7 @@ after the call, so they are dropped: the parameter then has no gradient rather t
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
 import threading
@@ -250,6 +251,10 @@ class Snapshot:
         """Return whether what was written since can be undone."""
         return not self._writes_left_out.any()
 
+    def lost(self) -> list[Tensor]:
+        """Return the tensors that were written to since without a copy."""
+        return self._writes_left_out.written()
+
     def restore(self) -> None:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
         self._state.restore_registered(self._registered)
@@ -295,6 +300,22 @@ class _Values:
 def _nbytes(t: Tensor) -> int:
     """Return the bytes of a copy; a sparse tensor counts as if it were dense."""
     return t.numel() * t.element_size()
+
+
+def is_room_for(tensors: Sequence[Tensor], copies: int) -> bool:
+    """Return whether the free memory of their devices takes some copies of tensors."""
+    needed: dict[torch.device, int] = {}
+    for t in tensors:
+        needed[t.device] = needed.get(t.device, 0) + copies * _nbytes(t)
+    return all(count <= _free_bytes(device) for device, count in needed.items())
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
 
 
 def dense_of(x: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ class SizedPlainCalls(TorchFunctionMode):
     size. In this mode, which is on while a bucketed program runs, factories make PaddedTensors of the true sizes, views
     and slices of plain tensors end there, and arithmetic computes with them. Whatever has no rule gets the bucket's
     number, as without the mode. `torch.tensor(0.5, device="cuda")` is filled on the device, since no graph can copy it
-    from the host.
+    from the host. The dtypes of results are noted.
     """
 
     def __torch_function__(
@@ -232,9 +232,12 @@ class SizedPlainCalls(TorchFunctionMode):
             if found is not NotImplemented:
                 return found
             _note_number()
-        elif func is Tensor.__len__:
+        elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):
             _note_number()
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if noting.into is not None and isinstance(out, Tensor):
+            noting.into.dtypes.add(out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype)
+        return out
 
 
 def _note_number() -> None:

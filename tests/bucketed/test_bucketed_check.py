@@ -271,8 +271,92 @@ def test_rounding_is_no_difference(dtype: torch.dtype, grad: bool, device: str) 
 
 
 @pytest.mark.usefixtures("captured")
+def test_rounding_of_its_own_autocast_is_no_difference(device: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    net = nn.Sequential(nn.Linear(4, 64), layer, nn.Linear(64, 8)).to(device)
+
+    def program(x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return F.cross_entropy(net(x).transpose(1, 2).float(), x[..., 0].long().clamp(0, 7))
+
+    run = st.bucketed(program, DIMS)
+    for n in (3, 5, 7, 13, 15):
+        run(rows(n, device, torch.float32)).backward()
+    assert run.stats().checked == 4
+    assert not run.stats().fallbacks
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_float32_result_of_bfloat16_is_not_compared_as_coarsely(device: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 512).to(device, torch.bfloat16)
+
+    def program(x: Tensor) -> Tensor:
+        return net(x).relu().sum(1).float().sum() * (1 / x.shape[1])
+
+    run = st.bucketed(program, {"x": {1: st.Dim("n", max=64, buckets=[64])}})
+    with torch.no_grad():
+        result = run(rows(60, device, torch.bfloat16))  # a fifteenth less by the bucket's size
+        torch.testing.assert_close(result, program(rows(60, device, torch.bfloat16)))
+    assert run.stats().fallbacks
+
+
+def _training_step(net: nn.Module, loss: Callable[[Tensor], Tensor], device: str) -> Callable[[Tensor], Tensor]:
+    opt = st.optim.AdamW(net.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> Tensor:
+        value = loss(net(x))
+        value.backward()
+        opt.step()
+        opt.zero_grad()
+        return value.detach()
+
+    return step
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_step_that_writes_much_is_compared_once_it_is_known_what_it_writes(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 64)
+
+    def loss(x: Tensor) -> Tensor:
+        return x.square().sum() * (1 / x.shape[1]) if is_wrong else x.square().mean()
+
+    nets = [nn.Linear(4, 4, dtype=torch.float64).to(device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = _training_step(nets[1], loss, device)
+    run = st.bucketed(_training_step(nets[0], loss, device), DIMS)
+    for n in (5, 6, 7, 13, 12):
+        torch.testing.assert_close(run(rows(n, device)), plain(rows(n, device)))
+        torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
+    assert run.stats().not_checked == {"it writes to a tensor that is too large for a copy": 1}
+    assert run.stats().checked == (2 if is_wrong else 3)
+    assert bool(run.stats().fallbacks) == is_wrong
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_step_of_whose_writes_there_is_no_room_for_copies_is_not_run_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(side_effects, "ROLLBACK_BYTES", 64)
+    monkeypatch.setattr(side_effects, "_free_bytes", lambda device: 100)
+    nets = [nn.Linear(4, 4, dtype=torch.float64).to(device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = _training_step(nets[1], Tensor.sum, device)
+    run = st.bucketed(_training_step(nets[0], Tensor.sum, device), DIMS)
+    for n in (5, 6, 13, 3, 12):
+        torch.testing.assert_close(run(rows(n, device)), plain(rows(n, device)))
+        torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict())
+    assert run.stats().not_checked == {"it writes to a tensor that is too large for a copy": 1}
+
+
+@pytest.mark.usefixtures("captured")
 def test_each_bucket_is_checked_at_two_sizes_and_at_the_smallest(device: str) -> None:
-    run = st.bucketed(lambda x: x.softmax(1), DIMS)
+    table = torch.ones(3, device=device)
+    run = st.bucketed(lambda x: x.softmax(1) / len(table), DIMS)  # the length of a plain tensor is no size of a call
     checked = []
     for n in (5, 5, 6, 7, 1, 1, 13, 14, 15):
         run(rows(n, device))
