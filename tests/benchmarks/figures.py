@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks import bucketed_rows, bucketed_training, chunked_rows, lend, padded_ops, plot, rows
+from benchmarks import bucketed_rows, bucketed_training, chunked_rows, lend, long_rows, padded_ops, plot, rows
 from benchmarks.sweep import COPY
 from benchmarks.table import describe
 
@@ -110,9 +110,28 @@ def draw_bucketed(folder: Path) -> None:
     drawing.savefig(folder / "bucketed.png", dpi=120)
 
 
+def draw_long_rows(folder: Path) -> None:
+    """Time and memory of a loss over the number of tokens, a line a variant."""
+    found = [row for row in rows.load(long_rows.LongRow, folder / "long_rows.json") if row.part == "loss"]
+    drawing = Figure(figsize=(12, 5), layout="constrained")
+    drawing.suptitle(describe(found), fontsize=9)
+    times, memory = drawing.subplots(1, 2)
+    for variant in dict.fromkeys(row.variant for row in found):
+        mine = [row for row in found if row.variant == variant and not row.reason]
+        tokens = [row.tokens for row in mine]
+        times.plot(tokens, [row.step_ms for row in mine], "o-", label=variant)
+        if all(row.peak_mb for row in mine):
+            memory.plot(tokens, [row.peak_mb for row in mine], "o-")
+    times.set(title="a loss and its gradients, ms", xlabel="tokens", xscale="log", yscale="log")
+    memory.set(title="peak memory above the operands, MiB", xlabel="tokens", xscale="log", yscale="log")
+    drawing.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    drawing.savefig(folder / "long_rows.png", dpi=120)
+
+
 FIGURES: dict[str, tuple[Sequence[str], Callable[[Path], None]]] = {
     "optim": (["optim.json"], draw_optim),
     "chunked": (["chunked.json"], draw_chunked),
+    "long_rows": (["long_rows.json"], draw_long_rows),
     "padded_ops": (["padded_ops.json"], draw_padded),
     "static": (["static.json", "lend.json"], draw_static),
     "bucketed": (["bucketed.json", "bucketed_training.json"], draw_bucketed),

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.rounds import in_rounds, peak_mb
 from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure, folded
-from demo.timing import Span, synchronize
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
 
 FULL, TINY = (8192, 2048, 151936), (64, 16, 300)
@@ -171,37 +169,14 @@ def measure(losses: list[str], variants: list[str], tiny: bool, device: str, rep
             errors[variant] = [
                 float((g.double() - t).norm() / t.norm()) for g, t in zip(grads, truth, strict=True) if g is not None
             ]
-            peaks[variant] = _peak_mb(step, head) if device == "cuda" else None
+            peaks[variant] = peak_mb(step, [head.hidden, head.weight])
         del truth, grads
-        times: dict[str, list[float]] = {variant: [] for variant in variants}
-        for _ in range(repeats):
-            for variant in random.sample(variants, len(variants)):
-                steps[variant]()
-                with Span(device) as span:
-                    steps[variant]()
-                synchronize(device)
-                times[variant].append(span.ms())
-        for variant, taken in times.items():
-            taken.sort()
-            quarter = len(taken) // 4
-            bounds = median(taken), taken[quarter], taken[-1 - quarter]
+        for variant, bounds in in_rounds(steps, device, repeats).items():
             setting = Setting.now(device, tiny)
             rows.append(
                 PolicyRow(loss, variant, *bounds, peaks[variant], errors[variant][0], errors[variant][1], setting)
             )
     return rows
-
-
-def _peak_mb(step: Step, head: PolicyHead) -> float:
-    """Return the memory of a step above what is allocated before it, MiB."""
-    head.hidden.grad = head.weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

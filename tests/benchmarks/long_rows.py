@@ -1,0 +1,271 @@
+"""The benchmark of long contexts: a loss over a large head, and a gated MLP, over many tokens on one GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.chunked_variants import PEERS
+from benchmarks.rounds import Step, in_rounds, peak_mb
+from benchmarks.rows import Setting, save
+from benchmarks.table import describe, figure, folded
+from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
+
+WIDTH, CLASSES, INNER = (4096, 32), (128256, 200), (14336, 96)
+"""The sizes of Llama-3-8B: hidden states, the head's classes and the MLP's middle; full, tiny."""
+
+LENGTHS = {"loss": (16384, 32768, 65536, 131072, 262144), "mlp": (65536,)}
+"""The tokens that each part is measured at."""
+
+TRUE_ROWS = 1024
+"""The first rows, of whose gradients the error is measured."""
+
+
+@dataclass(frozen=True)
+class LongRow:
+    """One way to take a loss or an MLP, and its gradients, over some tokens.
+
+    Args:
+        part: "loss" or "mlp".
+        variant: which way.
+        tokens: the number of rows.
+        reason: why it was not measured; "" if it was.
+        setting: where it was measured.
+        step_ms: forward and backward, median.
+        low_ms, high_ms: the interval that holds the middle half of the steps.
+        peak_mb: memory above the operands, gradients included, MiB; None on a CPU.
+        error: of the gradient of the first hidden states against float64, over the norm of the truth.
+    """
+
+    part: str
+    variant: str
+    tokens: int
+    reason: str
+    setting: Setting = field(repr=False)
+    step_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    peak_mb: float | None = None
+    error: float | None = None
+
+
+class Operands:
+    """What all ways of one part are given.
+
+    Args:
+        tokens: rows of the hidden states.
+        tiny: cut the sizes down.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
+        torch.manual_seed(0)
+        self.width = WIDTH[tiny]
+        self.hidden = self.made(tokens, self.width, device=device, scale=1.0)
+        self.leaves = [self.hidden]
+
+    def made(self, *shape: int, device: str, scale: float) -> Tensor:
+        """Return a leaf of normal numbers in bfloat16."""
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(scale).requires_grad_()
+
+    def truth(self) -> Tensor:
+        """Return the gradient of the first hidden states in float64."""
+        raise NotImplementedError
+
+    def ways(self) -> Mapping[str, Callable[[], Step]]:
+        """Return what makes each way's step, by name."""
+        raise NotImplementedError
+
+
+class Loss(Operands):
+    """The mean cross entropy of a linear head."""
+
+    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
+        super().__init__(tokens, tiny, device)
+        self.weight = self.made(CLASSES[tiny], self.width, device=device, scale=self.width**-0.5)
+        self.target = torch.randint(CLASSES[tiny], (tokens,), device=device)
+        self.leaves.append(self.weight)
+
+    def truth(self) -> Tensor:
+        """Return the gradient of the first hidden states in float64: each row has its own."""
+        hidden = self.hidden.detach()[:TRUE_ROWS].double().requires_grad_()
+        loss = F.cross_entropy(
+            F.linear(hidden, self.weight.detach().double()), self.target[:TRUE_ROWS], reduction="sum"
+        )
+        return torch.autograd.grad(loss / len(self.hidden), hidden)[0]
+
+    def ways(self) -> Mapping[str, Callable[[], Step]]:
+        """Return what makes each way's step, by name."""
+
+        def chunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(chunk(hidden), weight).float(), target)
+
+        def step(of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+            return lambda: backward(of(self.hidden, self.weight, self.target))
+
+        peers = {name: peer for name, peer in PEERS.items() if peer.is_here}
+        made = {name: (lambda peer=peer: step(peer.make())) for name, peer in peers.items()}
+        return made | {"subtensors": lambda: step(chunked)}
+
+
+class Gated(Operands):
+    """A SwiGLU MLP, whose result's gradient is given."""
+
+    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
+        super().__init__(tokens, tiny, device)
+        inner = INNER[tiny]
+        self.gate, self.up = (self.made(inner, self.width, device=device, scale=self.width**-0.5) for _ in range(2))
+        self.down = self.made(self.width, inner, device=device, scale=inner**-0.5)
+        self.given = torch.randn_like(self.hidden)
+        self.leaves += [self.gate, self.up, self.down]
+
+    def plain(self, hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """Return the MLP of hidden states."""
+        return F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
+
+    def truth(self) -> Tensor:
+        """Return the gradient of the first hidden states in float64: each row has its own."""
+        hidden = self.hidden.detach()[:TRUE_ROWS].double().requires_grad_()
+        result = self.plain(hidden, *(w.detach().double() for w in self.leaves[1:]))
+        return torch.autograd.grad(result, hidden, self.given[:TRUE_ROWS].double())[0]
+
+    def ways(self) -> Mapping[str, Callable[[], Step]]:
+        """Return what makes each way's step, by name."""
+
+        def step(of: Callable[[Tensor], Tensor]) -> Step:
+            return lambda: backward(of(self.hidden), self.given)
+
+        weights = self.leaves[1:]
+        ways: dict[str, Callable[[], Step]] = {
+            "eager": lambda: step(lambda h: self.plain(h, *weights)),
+            "compile": lambda: step(torch.compile(lambda h: self.plain(h, *weights))),
+            "checkpoint": lambda: step(lambda h: checkpoint(self.plain, h, *weights, use_reentrant=False)),
+            "subtensors": lambda: step(lambda h: self.plain(chunk(h), *weights)),
+        }
+        if find_spec("liger_kernel") is not None:
+            ways["liger tiled"] = lambda: step(self.tiled())
+        return ways
+
+    def tiled(self) -> Callable[[Tensor], Tensor]:
+        """Return Liger's MLP, which goes over the rows in parts, with these weights."""
+        from liger_kernel.transformers.tiled_mlp import LigerTiledSwiGLUMLP  # type: ignore[import-not-found]
+
+        sizes = SimpleNamespace(hidden_size=self.width, intermediate_size=len(self.gate), hidden_act="silu")
+        with torch.device("meta"):
+            mlp: Any = LigerTiledSwiGLUMLP(sizes)
+        for name in ("gate", "up", "down"):
+            setattr(getattr(mlp, f"{name}_proj"), "weight", nn.Parameter(getattr(self, name)))  # noqa: B010
+        parameters = dict(zip(("gate", "up", "down"), self.leaves[1:], strict=True))
+
+        def run(hidden: Tensor) -> Tensor:
+            for name, weight in parameters.items():
+                getattr(mlp, f"{name}_proj").weight.grad = weight.grad
+            result: Tensor = mlp(hidden)
+            return result
+
+        return run
+
+
+PARTS: dict[str, type[Operands]] = {"loss": Loss, "mlp": Gated}
+
+
+def backward(value: Tensor, given: Tensor | None = None) -> None:
+    """Compute gradients."""
+    full = value.realize() if isinstance(value, ChunkedTensor) else value
+    full.backward(given)  # type: ignore[no-untyped-call]
+
+
+def measure(
+    part: str, lengths: Sequence[int], variants: Sequence[str], tiny: bool, device: str, repeats: int
+) -> list[LongRow]:
+    """Measure a part at some lengths, in rounds of random order at each.
+
+    Args:
+        part: a key of `PARTS`.
+        lengths: in tokens.
+        variants: the ways; those that this part does not have are left out.
+        tiny: cut the widths down.
+        device: "cpu" or "cuda".
+        repeats: rounds.
+    """
+    found = []
+    for tokens in lengths:
+        operands = PARTS[part](tokens, tiny, device)
+        truth, steps = operands.truth(), dict[str, Step]()
+        peaks, errors, reasons = dict[str, float | None](), dict[str, float](), dict[str, str]()
+        ways = {name: way for name, way in operands.ways().items() if name in variants}
+        for variant, way in ways.items():
+            try:
+                step = cleared(way(), operands.leaves)
+                step()
+                assert operands.hidden.grad is not None
+                errors[variant] = float((operands.hidden.grad[: len(truth)] - truth).norm() / truth.norm())
+                peaks[variant] = peak_mb(step, operands.leaves)
+                steps[variant] = step
+            except torch.cuda.OutOfMemoryError:
+                reasons[variant] = "out of memory"
+        times, setting = in_rounds(steps, device, repeats), Setting.now(device, tiny)
+        for variant in ways:
+            figures = (*times[variant], peaks[variant], errors[variant]) if variant in steps else ()
+            found.append(LongRow(part, variant, tokens, reasons.get(variant, ""), setting, *figures))
+        del operands, truth, steps, ways
+    return found
+
+
+def cleared(step: Step, leaves: Sequence[Tensor]) -> Step:
+    """Return a step that begins without gradients."""
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        step()
+
+    return run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options."""
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (%(default)s)")
+    parser.add_argument("--variants", default="eager,compile,checkpoint,liger,liger tiled,subtensors")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of every part; each part's own by default")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes: shows that it runs, no more")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what the options ask for; returns the exit status."""
+    parts, variants = ([name.strip() for name in text.split(",")] for text in (options.parts, options.variants))
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+    rows = []
+    for part in parts:
+        lengths = options.tokens or ([64, 128] if options.tiny else LENGTHS[part])
+        rows += measure(part, lengths, variants, options.tiny, options.device, options.repeats)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(rows, options.out / "long_rows.json")
+    columns = ["part", "tokens", "variant", "ms", "us a token", "peak MiB", "error of dX"]
+    Console().print(folded(describe(rows), columns, [cells(row) for row in rows]))
+    return 0
+
+
+def cells(row: LongRow) -> list[str]:
+    """Return a row as cells of a table."""
+    named = [row.part, str(row.tokens), row.variant]
+    if row.step_ms is None:
+        return [*named, row.reason, "", "", ""]
+    each = figure(row.step_ms), figure(row.step_ms / row.tokens * 1e3), figure(row.peak_mb, 6), figure(row.error)
+    return [*named, *each]
