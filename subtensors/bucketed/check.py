@@ -120,6 +120,8 @@ class Checker:
         """The zeros that runs aside have filled, for each family of calls."""
         self._large: dict[int, weakref.ref[Tensor]] = {}
         """By id, tensors that the program wrote to, and of which no snapshot had a copy: the next one has."""
+        self._noise: dict[int, dict[str, float]] = {}
+        """For each family of calls, how far rounding goes, as far as that was measured."""
         self._places: list[str] = []  # of the arguments of the call that is checked
         self.checked = 0  # calls that were compared with the plain program
         self.not_checked: Counter[str] = Counter()
@@ -339,7 +341,8 @@ class Checker:
         got = self._observe(result, leaves, expected.written, keeps_graph=bool(bucket.no_graph_reason))
         unit = self._precision(bucket, leaves)
         again = partial(self._run_again, bucket, leaves, expected.written, unit, start=start)
-        return first_difference(got, expected.observed or {}, unit, again)
+        known = self._noise.setdefault(hash(bucket.spec.family_key), {})
+        return first_difference(got, expected.observed or {}, unit, again, known)
 
     def _precision(self, bucket: Bucket, leaves: Sequence[PyTree]) -> float:
         return unit_in_the_last_place([*self._state.tensors(), *leaves], bucket.conditions.dtypes)

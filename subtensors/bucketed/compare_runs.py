@@ -222,7 +222,13 @@ def full_float32() -> Iterator[None]:
             setattr(backend, "fp32_precision", precision)  # noqa: B010
 
 
-def first_difference(got: Observed, want: Observed, unit: float, moved_run: Callable[[int], Observed | None]) -> str:
+def first_difference(
+    got: Observed,
+    want: Observed,
+    unit: float,
+    moved_run: Callable[[int], Observed | None],
+    known: dict[str, float] | None = None,
+) -> str:
     """Return the first difference between two runs in words, or "".
 
     Args:
@@ -230,16 +236,22 @@ def first_difference(got: Observed, want: Observed, unit: float, moved_run: Call
         want: what the plain program gave.
         unit: the precision, as of `unit_in_the_last_place`.
         moved_run: runs the plain program moved by a unit, in a direction by number; None if that can't be done.
+        known: by how much each value differed in such runs at other sizes, over its scale; grows. A difference of less
+            than a unit is held against it, and a larger one against runs at these sizes.
     """
+    known = {} if known is None else known
     if [*got] != [*want]:
         return f"it returns {', '.join(got) or 'nothing'} where the program returns {', '.join(want) or 'nothing'}"
     noise: Mapping[str, float] | None = None
     scales = _scales(want)
     for name, expected in want.items():
         least = unit if name.startswith((GRADIENT, WRITTEN)) else 0.0
-        found = _compare(got[name], expected, least, scales[name], 0.0)
+        remembered = min(known.get(name, 0.0), unit / NOISE_FACTOR) * scales[name]
+        found = _compare(got[name], expected, least, scales[name], remembered)
         if found and found.may_be_rounding:
-            noise = _noise(map(moved_run, range(NOISE_RUNS)), want) if noise is None else noise
+            if noise is None:
+                noise = _noise(map(moved_run, range(NOISE_RUNS)), want)
+                known |= {n: max(known.get(n, 0.0), noise[n] / scale) for n, scale in scales.items() if scale}
             found = _compare(got[name], expected, least, scales[name], noise[name])
         if found:
             return f"{name} {found.words}"

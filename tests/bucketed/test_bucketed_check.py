@@ -302,6 +302,29 @@ def test_a_float32_result_of_bfloat16_is_not_compared_as_coarsely(device: str) -
     assert run.stats().fallbacks
 
 
+@pytest.mark.usefixtures("captured")
+def test_rounding_that_was_measured_is_not_measured_at_each_size(device: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    net = nn.Sequential(nn.Linear(4, 64), layer, nn.Linear(64, 8)).to(device)
+    plain_runs = 0
+
+    def program(x: Tensor) -> Tensor:
+        nonlocal plain_runs
+        plain_runs += not isinstance(x, st.PaddedTensor)
+        with torch.autocast(device, torch.bfloat16):
+            return net(x).float().square().mean()
+
+    run, costs = st.bucketed(program, DIMS), []
+    for n in (3, 5, 7, 13, 15, 11, 10):
+        plain_runs = 0
+        run(rows(n, device, torch.float32)).backward()
+        costs.append(plain_runs)
+    assert run.stats().checked == 6
+    assert not run.stats().fallbacks
+    assert sum(cost > 1 for cost in costs) <= 2
+
+
 def _training_step(net: nn.Module, loss: Callable[[Tensor], Tensor], device: str) -> Callable[[Tensor], Tensor]:
     opt = st.optim.AdamW(net.parameters(), lr=0.01)
 
