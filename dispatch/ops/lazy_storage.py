@@ -41,6 +41,8 @@ def fill_padding(x: Tensor, mask: Tensor, value: float | Tensor) -> Tensor:
         mask: bool, broadcastable to it; False in the padding.
         value: the other values.
     """
+    if not is_lazy(x):
+        return torch.where(mask, x, value)
     return handle_torch_function(fill_padding, (x,), x, mask, value)  # type: ignore[no-any-return]
 
 
@@ -52,6 +54,8 @@ def mask_gradient(x: Tensor, mask: Tensor, lazy: Tensor) -> Tensor:
         mask: bool.
         lazy: the tensor itself, or a lazy one that it is combined with: the result is lazy, too.
     """
+    if not is_lazy(lazy):
+        return torch.where(mask, x, x.detach())
     return handle_torch_function(mask_gradient, (lazy,), x, mask, lazy)  # type: ignore[no-any-return]
 
 

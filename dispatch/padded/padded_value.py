@@ -88,8 +88,13 @@ class PaddedValue:
 
     @property
     def shape(self) -> torch.Size:
-        """The bucket shape."""
-        return self.dense.shape
+        """The bucket shape, in ints: where a compiler left a size open, its graph is for this bucket."""
+        shape = self.dense.shape
+        try:
+            hash(shape)
+        except TypeError:  # a compiler's symbol has no hash
+            return torch.Size(map(int, shape))
+        return shape
 
     def dim(self) -> int:
         """The number of dims."""

@@ -6,7 +6,6 @@ import functools
 import string
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -27,10 +26,11 @@ from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import valid_on_host
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.dispatch.torch_internals.autograd import convert_from_local, is_transforming
-from subtensors.padded.autograd import unwrap_with_grad, wrap_padded
+from subtensors.padded.autograd import with_storage
 from subtensors.padded.padded_tensor import PaddedTensor
 
 if TYPE_CHECKING:
@@ -297,10 +297,12 @@ def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
     """
-    value = unwrap_with_grad(x.realize())
-    dense = value.dense if value.fill == 0 else value.filled(0)
-    is_valid = valid_on_host(value.dims, dim, value.sizes) if type(dim) is int and -x.ndim <= dim < x.ndim else None
-    return wrap_padded(replace(value, dense=chunked(dense, dim, policy, is_valid), fill=0, tracker=None))
+    is_dim = type(dim) is int and -x.ndim <= dim < x.ndim
+
+    def storage(value: PaddedValue) -> ChunkedTensor:
+        return chunked(value.dense, dim, policy, valid_on_host(value.dims, dim, value.sizes) if is_dim else None)
+
+    return with_storage(x, storage)
 
 
 def chunked(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = None) -> ChunkedTensor:

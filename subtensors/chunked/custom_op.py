@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from subtensors.chunked.lazy_tensor import LazyTensor
 from subtensors.chunked.source_program import BREAK
+from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.autograd import reenable_autograd
 
@@ -47,6 +48,8 @@ PROGRAM_SCOPE: dict[str, object] = {
     "autocast": torch.autocast,
     "put": put,
     "overwritten": overwritten,
+    "fill_padding": fill_padding,
+    "mask_gradient": mask_gradient,
 }
 """The names that the source of a program uses; `chunked_tensor.py` adds `chunk`."""
 

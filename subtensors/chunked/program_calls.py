@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch._ops import OpOverload
 
+from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 
 VIEWS = frozenset(
@@ -23,7 +25,7 @@ _STEPS = VIEWS | frozenset(
     silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
     hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
     tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
-    invert and or xor""".split()
+    invert and or xor fill_padding mask_gradient""".split()
 )
 """Calls, besides pointwise ops, whose result has the rows of their operand and is as wide."""
 
@@ -63,8 +65,21 @@ def call_kind(name: str) -> CallKind:
     return "step" if OpClass.POINTWISE in classes and OpClass.RANDOM not in classes else ""
 
 
+def op_kind(op: OpOverload) -> CallKind:
+    """Return the kind of a call of an op, as the rules of another type call it."""
+    if len(op._schema.returns) > 1 or op._schema.is_mutable:
+        return ""
+    kinds: dict[OpClass, CallKind] = {OpClass.REDUCTION: "end", OpClass.POINTWISE: "step", OpClass.VIEW: "step"}
+    found = kinds.get(op_class(op), "") or call_kind(op.overloadpacket.__name__)
+    return found if op.is_view or found != "split" else ""
+
+
 def callee(function: Callable[..., object], name: str) -> str:
     """Return the expression by which a program calls a function of this name; empty if there is none."""
+    if isinstance(function, OpOverload):
+        return f"torch.ops.{function.namespace}.{name}.{function._overloadname}"
+    if function in (fill_padding, mask_gradient):
+        return name
     if getattr(F, name, None) is function:
         return f"F.{name}"
     if getattr(torch, name, None) is function:

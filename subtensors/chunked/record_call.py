@@ -285,10 +285,3 @@ def log_fallback(missing: NeedsMaterialize) -> None:
     fallbacks[missing.op] += 1
     if fallbacks[missing.op] == 1:
         _log.warning("%s on a ChunkedTensor: %s; its operands are realized", missing.op, missing.reason)
-
-
-def log_unchunked(kind: type) -> None:
-    """Count a tensor that compiled code does not chunk, since its type has rules of its own; log it the first time."""
-    fallbacks["chunk"] += 1
-    if fallbacks["chunk"] == 1:
-        _log.warning("chunk of a %s in compiled code: what follows runs whole", kind.__name__)

@@ -16,11 +16,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
 from subtensors.chunked.custom_op import chunk_in_program, chunked_program, overwritten, put
-from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee
-from subtensors.chunked.record_call import log_fallback, log_unchunked
+from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee, op_kind
+from subtensors.chunked.record_call import log_fallback
 from subtensors.chunked.source_program import ProgramSource, ProgramStep
 from subtensors.chunked.torch_function import is_metadata_query
 from subtensors.dispatch.chunked.lazy_graph import NeedsMaterialize
@@ -30,6 +31,8 @@ from subtensors.dispatch.ops.linear_cross_entropy import composed, composed_op
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_leaves, tree_map_only
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
+from subtensors.padded.autograd import with_storage
+from subtensors.padded.padded_tensor import PaddedTensor
 
 Division: TypeAlias = tuple[int | bool | None, ...]
 """The arguments of `chunk` in a program, after the tensor."""
@@ -59,9 +62,8 @@ class TracedChunk(Tensor):
     @staticmethod
     def __new__(cls, x: Tensor, dim: int, *division: int | bool | None) -> Tensor:  # type: ignore[misc]
         """Return the chunked tensor."""
-        if type(x) in MASKED_TYPES:
-            log_unchunked(type(x))
-            return x
+        if isinstance(x, PaddedTensor):
+            return with_storage(x, lambda value: TracedChunk(value.dense, dim, *division))
         x = x.realize() if isinstance(x, TracedChunk) else x
         dim = dim + x.dim() if dim < 0 else dim
         if not _is_compiled(x):
@@ -71,12 +73,20 @@ class TracedChunk(Tensor):
     def __init__(self, x: Tensor, dim: int, *division: int | bool | None) -> None:
         pass
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
     def realize(self) -> Tensor:
         """Run the program chunk by chunk, or return the tensor that was chunked if there are no steps."""
         x = _entered(self)
         if not isinstance(x, TracedChunk) or x.step is None:
             return x
         return x.full if x.step.callee == "chunk" else _emit_program(x.step, x.full)
+
+    @property
+    def is_in_graph(self) -> bool:
+        """True if the graph that it is computed in goes on."""
+        return self.step is not None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -107,7 +117,8 @@ class TracedChunk(Tensor):
     ) -> PyTree:
         if not MAPPED_TYPES.isdisjoint(types):
             return NotImplemented
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        named = func.overloadpacket if isinstance(func, OpOverload) else func
+        name, kwargs = getattr(named, "__name__", ""), kwargs or {}
         is_query = (is_metadata_query(func) and func != _DATA) or name in _ABOUT_THE_WRAPPER
         if is_query or (name in _ON_OUTPUTS and all(x.step is None for x in tree_find(TracedChunk, args))):
             with torch._C.DisableTorchFunctionSubclass():
@@ -221,7 +232,7 @@ def _trace_functional(
         args = _autocast_factors(args)
     full_args, full_kwargs = tree_map_only(TracedChunk, _full_value, (args, kwargs))
     full: PyTree = function(*full_args, **full_kwargs)
-    kind = call_kind(name)
+    kind = op_kind(function) if isinstance(function, OpOverload) else call_kind(name)
     has_several = not isinstance(full, Tensor) and kind != "split"
     if kind == "" or expression == "" or has_several or not _can_record(name, args, kwargs):
         log_fallback(NeedsMaterialize(name, "the program of a compiled graph can't hold it"))
@@ -230,7 +241,7 @@ def _trace_functional(
     args, kwargs = tree_map_only(TracedChunk, lambda x: x.step, (args, kwargs))
     if kind == "end" or (kind == "step" and full.dim() == 0):
         return _emit_program(ProgramStep(expression, args, kwargs), full)
-    is_view = kind == "split" or name in VIEWS
+    is_view = kind == "split" or name in VIEWS or (isinstance(function, OpOverload) and function.is_view)
     if is_view:
         for x in operands:
             x.is_viewed = True

@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, function_around, realized
+from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, function_around, is_lazy, realized
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
@@ -38,7 +39,10 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     out = make_padded(value)
     if value.dense.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
+            if is_traceable_wrapper_subclass(value.dense):
+                JoinStorage.apply(out, *value.dense.stored())  # type: ignore[no-untyped-call, attr-defined]
+            else:
+                set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
     return out
 
 
@@ -52,6 +56,14 @@ def realize(x: PaddedTensor) -> PaddedTensor:
         return x
     fill = x._fill if x._fill in (0, FINITE_FILL) else None  # chunks of padding are skipped, and hold zeros
     return wrap_padded(replace(unwrap(x), dense=realized(x._dense), fill=fill, tracker=None))
+
+
+def with_storage(x: PaddedTensor, storage_of: Callable[[PaddedValue], Tensor]) -> PaddedTensor:
+    """Return a padded tensor around a lazy storage, which is made of its value, whose padding is zeros then."""
+    value = unwrap_with_grad(realize(x))
+    dense = value.dense if value.fill == 0 else value.filled(0)
+    value = replace(value, dense=dense, fill=0, tracker=None)
+    return wrap_padded(replace(value, dense=storage_of(value)))
 
 
 def wrap_results(
@@ -71,6 +83,8 @@ def unwrap_with_grad(x: Tensor) -> PaddedValue:
     if isinstance(x, PaddedTensor) and x._view_source is not None:
         x = refresh_view(x)
     value = unwrap(x)
+    if is_traceable_wrapper_subclass(value.dense) and is_lazy(value.dense):
+        return replace(value, dense=_entered_storage(x, value.dense))
     if type(value.dense) in LAZY_TYPES:
         return value if x.grad_fn is None or x is value.dense else unwrap_with_grad(_source_of(x, x.grad_fn))
     if isinstance(x, PaddedTensor) and torch.is_grad_enabled() and x.requires_grad:
@@ -90,6 +104,59 @@ def _source_of(x: Tensor, function: torch.autograd.graph.Node) -> PaddedTensor:
     if base is None:
         raise function_around(function)
     return base
+
+
+def _entered_storage(x: Tensor, storage: Tensor) -> Tensor:
+    """Return the lazy storage of a PaddedTensor in compiled code, or after it: one that left its graph is tracked."""
+    if storage.is_in_graph or not (x.requires_grad and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+        return storage
+    return storage.with_stored([SplitStorage.apply(x)])  # type: ignore[no-untyped-call, attr-defined, no-any-return]
+
+
+class JoinStorage(torch.autograd.Function):
+    """An autograd function from what a lazy storage stores to the PaddedTensor around it, which leaves a graph."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: PaddedTensor, stored: Tensor) -> PaddedTensor:
+        """Return the PaddedTensor."""
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        return x
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: PaddedTensor | None) -> tuple[None, Tensor | None]:
+        """Return the gradient's storage."""
+        [gradient] = gradients
+        if gradient is None:
+            return None, None
+        storage = gradient._dense
+        return None, storage.stored()[0] if is_lazy(storage) else storage  # type: ignore[attr-defined]
+
+
+class SplitContext(FunctionCtx):
+    """The value of the PaddedTensor."""
+
+    value: PaddedValue
+
+
+class SplitStorage(torch.autograd.Function):
+    """An autograd function from a PaddedTensor that left a graph to what its lazy storage stores."""
+
+    @staticmethod
+    def forward(ctx: SplitContext, x: PaddedTensor) -> Tensor:
+        """Return an alias."""
+        ctx.value = unwrap(x)
+        stored: Tensor = ctx.value.dense.stored()[0]  # type: ignore[attr-defined]
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: SplitContext, *gradients: Tensor) -> PaddedTensor:
+        """Return the gradient as a PaddedTensor of the same types, with the same padding."""
+        fill = ctx.value.fill
+        plain = replace(ctx.value, dense=gradients[0], fill=None, tracker=None)
+        dense = plain.filled(fill if isinstance(fill, int | float) else 0)
+        storage = ctx.value.dense.with_stored([dense])  # type: ignore[attr-defined]
+        return make_padded(replace(plain, dense=storage, fill=fill))
 
 
 class UnwrapContext(FunctionCtx):

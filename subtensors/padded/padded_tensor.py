@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import is_lazy
@@ -303,7 +304,7 @@ class PaddedTensor(Tensor):
         return self._sizes.values
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        if is_lazy(self._dense):
+        if is_lazy(self._dense) and not is_traceable_wrapper_subclass(self._dense):
             raise RuleError("a chunked PaddedTensor is no argument of compiled code: hand over its realize()")
         return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._metadata()
 

@@ -297,6 +297,8 @@ def handle_torch_dispatch(op: Callable[..., PyTree], args: Args, kwargs: Kwargs)
 
 
 def _run(op: OpOverload, args: Args, kwargs: Kwargs, recording: fast_path.CallRecording | None = None) -> PyTree:
+    if ops.is_tracing():  # the buckets are constants of the graph, also where a compiler left their sizes open
+        args, kwargs = tree_map_only(torch.SymInt, int, (args, kwargs))
     inner_args, inner_kwargs = tree_map_only(Tensor, unwrap, (args, kwargs))
     if decomposable.is_composite(op) and any(x.padded_dims for x in tree_find(PaddedValue, (inner_args, inner_kwargs))):
         raise decomposable.MustDecompose

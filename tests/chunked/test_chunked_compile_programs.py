@@ -299,7 +299,7 @@ def test_chunked_values_meet_lists_transforms_and_modules_in_a_full_graph(progra
     check_results(found, lambda t: loss_and_gradients(plainly(program), t), t)
 
 
-def test_a_padded_tensor_is_chunked_as_it_is_and_joins_chunks_in_full() -> None:
+def test_a_padded_tensor_is_chunked_and_joins_chunks_in_full() -> None:
     rows = tensors()["h"].detach().flatten(0, 1)
     x = st.pad(rows[:13], {0: st.Dim("n", max=32, buckets=8)})
     w = tensors()["w"].detach()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subtensors as st
-from subtensors.chunked import record_call
+from subtensors.chunked import custom_op, record_call
 from subtensors.dispatch.chunked import autograd, run_chunks
 from subtensors.padded import fallback
 
@@ -111,6 +111,21 @@ def nothing_runs_whole() -> Iterator[None]:
     assert (record_call.fallbacks - before[0], fallback.fallbacks - before[1]) == ({}, {})
 
 
+Way = Callable[[Program], Program]
+
+
+def eager(program: Program) -> Program:
+    return program
+
+
+def compiled(program: Program) -> Program:
+    function: Program = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=False)
+    return function
+
+
+WAYS = [eager, compiled]
+
+
 @contextmanager
 def counted_chunks() -> Iterator[list[tuple[int, int]]]:
     """The rows of each chunk that a pass runs."""
@@ -128,29 +143,37 @@ def counted_chunks() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("rows", [5, 16])
-def test_rows_are_those_of_the_unpadded_program(program: Program, rows: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_those_of_the_unpadded_program(way: Way, program: Program, rows: int) -> None:
     h, target, w = hidden(21), tokens(21), weights()
     x, t = st.pad(h, {0: SEQ}, value=NAN), st.pad(target, {0: SEQ}, value=CLASSES - 1)
-    assert_same(program(st.chunk(x, rows=rows), t, w), program(h, target, w), [h, *w])
+    loss = way(lambda x, t: program(st.chunk(x, rows=rows), t, w))(x, t)
+    assert_same(loss, program(h, target, w), [h, *w])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_sequences_are_those_of_the_unpadded_program(program: Program, dim: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_are_those_of_the_unpadded_program(way: Way, program: Program, dim: int) -> None:
     h, target, w = hidden(3, 21), tokens(3, 21), weights()
     x, t = st.pad(h, {1: SEQ}, value=NAN), st.pad(target, {1: SEQ})
-    assert_same(program(st.chunk(x, dim, rows=2), t, w), program(h, target, w), [h, *w])
+    loss = way(lambda x, t: program(st.chunk(x, dim, rows=2), t, w))(x, t)
+    assert_same(loss, program(h, target, w), [h, *w])
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not over_rows])
 @pytest.mark.parametrize("flat", [False, True])
-def test_ragged_rows_are_those_of_each_row_alone(program: Program, flat: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_ragged_rows_are_those_of_each_row_alone(way: Way, program: Program, flat: bool) -> None:
     hs, targets, w = [hidden(n) for n in (4, 20, 11)], [tokens(n) for n in (4, 20, 11)], weights()
     x, t = st.pad(hs, {0: SEQ}, value=NAN), st.pad(targets, {0: SEQ})
-    if flat:
-        loss = program(st.chunk(x.flatten(0, 1), rows=7), t.flatten(), w)
-    else:
-        loss = program(st.chunk(x, 1, rows=7), t, w)
+
+    def ragged(x: Any, t: Any) -> Any:
+        if flat:
+            return program(st.chunk(x.flatten(0, 1), rows=7), t.flatten(), w)
+        return program(st.chunk(x, 1, rows=7), t, w)
+
+    loss = way(ragged)(x, t)
     assert_same(loss, program(torch.cat(hs), torch.cat(targets), w), [*hs, *w])
 
 
@@ -164,19 +187,23 @@ def scaled_row_losses(h: Any, target: Any, weights: list[Tensor], scale: Any) ->
 
 @pytest.mark.parametrize("program", [policy_loss, scaled_z_loss, scaled_row_losses])
 @pytest.mark.parametrize("division", [{"rows": 4}, {}])
-def test_operands_by_rows_may_hold_nan_in_their_padding(program: Program, division: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_operands_by_rows_may_hold_nan_in_their_padding(way: Way, program: Program, division: dict[str, Any]) -> None:
     h, target, old, w = hidden(21), tokens(21), torch.randn(21, dtype=torch.float64), weights()
     x, t, o = st.pad(h, {0: SEQ}, value=NAN), st.pad(target, {0: SEQ}), st.pad(old, {0: SEQ}, value=NAN)
-    assert_same(program(st.chunk(x, **division), t, w, o), program(h, target, w, old), [h, *w])
+    loss = way(lambda x, t, o: program(st.chunk(x, **division), t, w, o))(x, t, o)
+    assert_same(loss, program(h, target, w, old), [h, *w])
 
 
 @pytest.mark.parametrize("program", [mean_loss, policy_loss, mlp])
-def test_a_gradient_does_not_depend_on_what_padding_holds(program: Program) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_does_not_depend_on_what_padding_holds(way: Way, program: Program) -> None:
     """A frozen head, and hidden states that are padding in all of a chunk."""
     h, target, w = hidden(17), tokens(17), [p.detach() for p in weights()]
     for value in (NAN, float("inf"), 1e300):
         x, t = st.pad(h, {0: SEQ}, value=value), st.pad(target, {0: SEQ})
-        assert_same(program(st.chunk(x, rows=3), t, w), program(h, target, w), [h])
+        loss = way(lambda x, t: program(st.chunk(x, rows=3), t, w))(x, t)
+        assert_same(loss, program(h, target, w), [h])
 
 
 def test_chunks_of_padding_are_not_run() -> None:
@@ -281,12 +308,8 @@ def test_a_dim_that_it_lacks_is_refused(dim: Any) -> None:
         st.chunk(st.pad(hidden(21), {0: SEQ}), dim)
 
 
-def test_under_a_compiler_it_stays_whole_and_arguments_are_refused() -> None:
-    h, target, w = hidden(21), tokens(21), weights()
-    x, t = st.pad(h, {0: SEQ}), st.pad(target, {0: SEQ})
-    compiled = torch.compile(lambda x, t: mean_loss(st.chunk(x, rows=4), t, w), backend="aot_eager", fullgraph=True)
-    assert_same(compiled(x, t), mean_loss(h, target, w), [h, *w])
-    assert record_call.fallbacks.pop("chunk"), "which is counted, and logged the first time"
+def test_compiled_code_takes_no_chunked_argument() -> None:
+    x = st.pad(hidden(21), {0: SEQ})
     with pytest.raises(Exception, match="no argument of compiled code: hand over"):
         torch.compile(lambda x: x.exp(), backend="aot_eager")(st.chunk(x, rows=4))
 
@@ -345,3 +368,61 @@ def test_chains_of_ops_are_those_of_the_unpadded_rows(seed: int) -> None:
     leaves = [h, *w]
     for own, plain in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-8 * max(1.0, float(plain.abs().max())))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_code_holds_programs_of_chunks(program: Program) -> None:
+    sources: list[str] = []
+    make = custom_op._program
+
+    def noted(source: str) -> custom_op.Program:
+        sources.append(source)
+        return make(source)
+
+    x, t, w = st.pad(hidden(21), {0: SEQ}), st.pad(tokens(21), {0: SEQ}), weights()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(custom_op, "_program", noted)
+        compiled(lambda x, t: program(st.chunk(x, rows=5), t, w))(x, t)
+    assert sources
+    assert all("= chunk(t[0], i[0], None, i[1], None, True, False, )" in source for source in sources)
+    assert all("linear" in source for source in sources)
+
+
+@pytest.mark.parametrize("first", [lambda h: h, lambda h: h * 2])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_chunked_padded_tensor_leaves_compiled_code_as_one(first: Callable[[Any], Any], broken: bool) -> None:
+    h, w = hidden(21), weights()
+    x = st.pad(h, {0: SEQ}, value=NAN)
+
+    def halves(x: Any) -> Any:
+        value = first(st.chunk(x, rows=5))
+        torch._dynamo.graph_break()
+        return z_loss(value * 3, None, w)
+
+    if broken:
+        loss = torch.compile(halves, backend="aot_eager")(x)
+    else:
+        loss = z_loss(compiled(lambda x: first(st.chunk(x, rows=5)))(x) * 3, None, w)
+    assert_same(loss, z_loss(first(h) * 3, None, w), [h, *w])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_compiled_function_takes_several_buckets(dynamic: bool | None) -> None:
+    w = weights()
+    function = torch.compile(
+        lambda x, t: mean_loss(st.chunk(x, 1, rows=5), t, w), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    for n in (11, 13, 20, 40):
+        h, target = hidden(3, n), tokens(3, n)
+        assert_same(function(st.pad(h, {1: SEQ}), st.pad(target, {1: SEQ})), mean_loss(h, target, w), [h, *w])
+
+
+def test_log_probabilities_leave_compiled_code_padded() -> None:
+    h, target, w = hidden(3, 21), tokens(3, 21).clamp(min=0), weights()
+
+    def log_probs(h: Any, target: Any) -> Any:
+        return head(h, w).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+    x, t = st.pad(h, {1: SEQ}, value=NAN), st.pad(target, {1: SEQ})
+    found = compiled(lambda x, t: log_probs(st.chunk(x, 1, rows=5), t))(x, t)
+    assert_same(found.unpad().sin().sum(), log_probs(h, target).sin().sum(), [h, *w])

@@ -54,6 +54,19 @@ def test_one_compilation_serves_every_length_of_a_bucket(backend: str, dtype: to
             assert error <= 1.5 * torchs + 16 * unit * exact.abs().max()
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_a_compiler_left_open_are_those_of_the_bucket(dynamic: bool | None) -> None:
+    def pieces(x: Tensor) -> list[Tensor]:
+        return [x.flatten(), x.unflatten(1, (-1, 1)).sum(2), x.transpose(0, 1).reshape(-1), x.expand(2, -1, -1)]
+
+    compiled = torch.compile(pieces, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    seq = st.Dim("seq", max=64, buckets=16)
+    for n in (11, 13, 20, 40):
+        x = torch.randint(0, 9, (3, n))
+        for found, expected in zip(compiled(st.pad(x, {1: seq})), pieces(x), strict=True):
+            torch.testing.assert_close(found.unpad(), expected)  # type: ignore[attr-defined]
+
+
 def test_padded_tensors_come_out_and_gradients_go_back_in() -> None:
     net = Net().double()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
