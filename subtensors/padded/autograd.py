@@ -107,8 +107,16 @@ def _source_of(x: Tensor, function: torch.autograd.graph.Node) -> PaddedTensor:
 
 
 def _entered_storage(x: Tensor, storage: Tensor) -> Tensor:
-    """Return the lazy storage of a PaddedTensor in compiled code, or after it: one that left its graph is tracked."""
-    if storage.is_in_graph or not (x.requires_grad and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+    """Return the lazy storage of a PaddedTensor in compiled code, or after it: one that left its graph is tracked.
+
+    Raises:
+        RuleError: an autograd.Function in the graph returned it.
+    """
+    if storage.is_in_graph:  # type: ignore[attr-defined]
+        if x.grad_fn is not None and x.grad_fn.name() != "JoinStorageBackward":
+            raise function_around(x.grad_fn)
+        return storage
+    if not (x.requires_grad and torch.is_grad_enabled()):
         return storage
     return storage.with_stored([SplitStorage.apply(x)])  # type: ignore[no-untyped-call, attr-defined, no-any-return]
 

@@ -426,3 +426,22 @@ def test_log_probabilities_leave_compiled_code_padded() -> None:
     x, t = st.pad(h, {1: SEQ}, value=NAN), st.pad(target, {1: SEQ})
     found = compiled(lambda x, t: log_probs(st.chunk(x, 1, rows=5), t))(x, t)
     assert_same(found.unpad().sin().sum(), log_probs(h, target).sin().sum(), [h, *w])
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 5 * gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of the function
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_autograd_function_returns_is_refused(way: Way) -> None:
+    x, w = st.pad(hidden(21), {0: SEQ}), weights()
+    with pytest.raises(Exception, match="came out of .*gradient would not go through"):
+        way(lambda x: z_loss(Square.apply(st.chunk(x, rows=5)), None, w))(x)  # type: ignore[no-untyped-call]
