@@ -33,6 +33,11 @@ def put(x: Tensor, key: PyTree, value: PyTree) -> Tensor:
     return written
 
 
+def copied(x: Tensor, source: Tensor) -> Tensor:
+    """Return `x` after `x.copy_(source)`."""
+    return source.to(x.dtype).expand(x.shape)
+
+
 def overwritten(x: Tensor, numbers: Tensor) -> Tensor:
     """Return `x` after a write of other numbers that takes no part in its gradient, in memory of its own."""
     written = x.clone()
@@ -47,6 +52,7 @@ PROGRAM_SCOPE: dict[str, object] = {
     "Tensor": Tensor,
     "autocast": torch.autocast,
     "put": put,
+    "copied": copied,
     "overwritten": overwritten,
     "fill_padding": fill_padding,
     "mask_gradient": mask_gradient,

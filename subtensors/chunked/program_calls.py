@@ -24,8 +24,8 @@ _STEPS = VIEWS | frozenset(
     """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize relu relu6 gelu
     silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
     hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
-    tril triu diagonal diag put cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv mod rmod
-    invert and or xor fill_padding mask_gradient""".split()
+    tril triu diagonal diag put copied cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv
+    mod rmod invert and or xor fill_padding mask_gradient""".split()
 )
 """Calls, besides pointwise ops, whose result has the rows of their operand and is as wide."""
 

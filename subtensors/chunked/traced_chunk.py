@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
-from subtensors.chunked.custom_op import chunk_in_program, chunked_program, overwritten, put
+from subtensors.chunked.custom_op import chunk_in_program, chunked_program, copied, overwritten, put
 from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee, op_kind
 from subtensors.chunked.record_call import log_fallback
 from subtensors.chunked.source_program import ProgramSource, ProgramStep
@@ -215,6 +215,8 @@ def _trace_call(function: Callable[..., PyTree], name: str, args: Args, kwargs: 
         return _trace_functional(function, f"Tensor.{attribute}.__get__", attribute, args, {})
     if name == "__iter__":
         return iter(args[0].unbind(0))
+    if name == "copy_":
+        return _trace_write(copied, "copied", "copied", args[:2], {})
     if name == "__setitem__":
         _trace_write(put, "put", "put", args, {})
         return None

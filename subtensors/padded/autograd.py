@@ -37,13 +37,22 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     if type(value.dense) not in LAZY_TYPES:
         return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
     out = make_padded(value)
-    if value.dense.requires_grad:
+    if is_traceable_wrapper_subclass(value.dense):
+        track_storage(out)
+    elif value.dense.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            if is_traceable_wrapper_subclass(value.dense):
-                JoinStorage.apply(out, *value.dense.stored())  # type: ignore[no-untyped-call, attr-defined]
-            else:
-                set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
+            set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
     return out
+
+
+def track_storage(x: PaddedTensor) -> None:
+    """Make a PaddedTensor require grad as its lazy storage does in compiled code, where that may have changed."""
+    if not (is_traceable_wrapper_subclass(x._dense) and x._dense.requires_grad):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if x.requires_grad:
+            x.detach_()
+        JoinStorage.apply(x, *x._dense.stored())  # type: ignore[no-untyped-call, attr-defined]
 
 
 wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy
@@ -15,7 +16,7 @@ from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, u
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.autograd import track_storage, unwrap_with_grad, wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded, unwrap
 from subtensors.padded.views import check_no_plain_views, refresh_copies
 
@@ -68,12 +69,16 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
         # A dim of the bucket's size that nothing had said the true size of, as of a table that Python made.
         target._sizes = new.sizes
         set_layout(target, new.dims)
-    mask, old = unwrap(target).mask(), target._dense.detach()
+    mask = unwrap(target).mask()
     if is_lazy(target._dense):
+        # Compiled code writes to nothing that has views, such as one that is detached.
+        is_traced = is_traceable_wrapper_subclass(target._dense)
+        old = (target._dense.clone() if is_traced else target._dense).detach()
         dense = fill_padding(new.dense, mask, old) if mask is not None and is_lazy(new.dense) else new.dense
         target._dense.copy_(dense)
+        track_storage(target)
         return
-    dense = new.dense if mask is None else torch.where(mask, new.dense, old)
+    dense = new.dense if mask is None else torch.where(mask, new.dense, target._dense.detach())
     value = replace(unwrap(target), dense=dense, tracker=None)
     records = torch.is_grad_enabled() and (dense.requires_grad or target.requires_grad)
     if target._view == "copy" or (records and target._view):

@@ -161,6 +161,46 @@ def test_sequences_are_those_of_the_unpadded_program(way: Way, program: Program,
     assert_same(loss, program(h, target, w), [h, *w])
 
 
+def in_place(h: Any, target: Any, weights: list[Tensor]) -> Any:
+    logits = F.linear(h, weights[0])
+    logits.mul_(2)
+    logits += weights[1]
+    return logits.logsumexp(-1).square().mean()
+
+
+def detached(h: Any, target: Any, weights: list[Tensor]) -> Any:
+    logits = head(h, weights)
+    with torch.no_grad():
+        p = logits.softmax(-1)
+    return ((logits.softmax(-1).detach() + p) * logits).sum(-1).square().mean()
+
+
+def in_parts(h: Any, target: Any, weights: list[Tensor]) -> Any:
+    again = torch.cat([h[..., :4] * 2, h[..., 4:]], -1)
+    return head(again, weights).logsumexp(-1).mean() + h[..., 4:].square().mean()
+
+
+def shifted(h: Any, target: Any, weights: list[Tensor]) -> Any:
+    logits = head(h, weights)[..., :-1, :]
+    return F.cross_entropy(logits.flatten(0, -2), target[..., 1:].flatten())
+
+
+def chosen(h: Any, target: Any, weights: list[Tensor]) -> Any:
+    logits = head(h, weights)
+    best = (logits.argmax(-1) == target).double().mean() + logits.amax(-1).mean()
+    return best + torch.where((target > 10).unsqueeze(-1), logits, logits * 0.5).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("program", [in_place, detached, in_parts, shifted, chosen])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_parts_and_choices_are_those_of_the_unpadded_program(way: Way, program: Program, dim: int) -> None:
+    h, target, w = hidden(3, 21), tokens(3, 21), weights()
+    x, t = st.pad(h, {1: SEQ}, value=NAN), st.pad(target, {1: SEQ})
+    loss = way(lambda x, t: program(st.chunk(x, dim, rows=5), t, w))(x, t)
+    assert_same(loss, program(h, target, w), [h, *w])
+
+
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not over_rows])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -388,7 +428,13 @@ def test_compiled_code_holds_programs_of_chunks(program: Program) -> None:
     assert all("linear" in source for source in sources)
 
 
-@pytest.mark.parametrize("first", [lambda h: h, lambda h: h * 2])
+def doubled(h: Any) -> Any:
+    copy = h * 1.0
+    copy.mul_(2)
+    return copy
+
+
+@pytest.mark.parametrize("first", [lambda h: h, lambda h: h * 2, doubled])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_chunked_padded_tensor_leaves_compiled_code_as_one(first: Callable[[Any], Any], broken: bool) -> None:
     h, w = hidden(21), weights()
@@ -443,5 +489,5 @@ class Square(torch.autograd.Function):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_an_autograd_function_returns_is_refused(way: Way) -> None:
     x, w = st.pad(hidden(21), {0: SEQ}), weights()
-    with pytest.raises(Exception, match="came out of .*gradient would not go through"):
+    with pytest.raises(Exception, match=r"came out of .*gradient would not go through"):
         way(lambda x: z_loss(Square.apply(st.chunk(x, rows=5)), None, w))(x)  # type: ignore[no-untyped-call]
