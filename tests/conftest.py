@@ -111,6 +111,19 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, which outlives what a test makes of it.
+
+    The reducer of DistributedDataParallel holds the group. Where it is the last to do so, torch waits for the group's
+    threads while it holds the interpreter's lock, for which one of them may wait.
+    """
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def launched() -> Iterator[list[int]]:
     """Which device was the current one at each launch of Triton's."""
     from second_gpu import launches

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,14 +45,6 @@ def assert_as_near_the_truth(mine: list[Tensor], plain: list[Tensor], truth: lis
 
 def in_float64(model: nn.Module, scaler: Any = None) -> list[Tensor]:
     return trained(model.double(), scaler)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -186,21 +186,18 @@ def test_functional_calls_take_packed_parameters(device: str) -> None:
     assert all(torch.equal(gradients[name], p.grad) for name, p in params.items())
 
 
+@pytest.mark.usefixtures("process_group")
 def test_data_parallel_training_over_packed_memory_is_training() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        weights = []
-        for is_wrapped in (False, True):
-            model, opt = packed_model("cpu")
-            run = nn.parallel.DistributedDataParallel(model) if is_wrapped else model
-            for _ in range(5):
-                opt.zero_grad()
-                run(torch.ones(3, 4)).square().sum().backward()
-                opt.step()
-            weights.append([p.detach().clone() for p in model.parameters()])
-        assert all(map(torch.equal, *weights))
-    finally:
-        torch.distributed.destroy_process_group()
+    weights = []
+    for is_wrapped in (False, True):
+        model, opt = packed_model("cpu")
+        run = nn.parallel.DistributedDataParallel(model) if is_wrapped else model
+        for _ in range(5):
+            opt.zero_grad()
+            run(torch.ones(3, 4)).square().sum().backward()
+            opt.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 def test_compiled_code_reads_and_assigns_gradients() -> None:

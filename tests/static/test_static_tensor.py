@@ -218,25 +218,22 @@ def test_autograd_grad_takes_a_static_tensor(device: str) -> None:
     assert gradient.tolist() == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("process_group")
 def test_data_parallel_training_leaves_static_parameters_where_they_are() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        plain = nn.Linear(4, 2)
-        layer = copy.deepcopy(plain)
-        layer.weight = st.static(layer.weight)
-        at = layer.weight.data_ptr()
-        x = torch.randn(3, 4)
-        for model in (nn.parallel.DistributedDataParallel(layer), plain):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                optimizer.step()
-        assert torch.equal(layer.weight, plain.weight)
-        assert layer.weight.data_ptr() == at
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    layer = copy.deepcopy(plain)
+    layer.weight = st.static(layer.weight)
+    at = layer.weight.data_ptr()
+    x = torch.randn(3, 4)
+    for model in (nn.parallel.DistributedDataParallel(layer), plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(layer.weight, plain.weight)
+    assert layer.weight.data_ptr() == at
 
 
 def test_state_dict_holds_the_same_memory_and_loads_in_place(device: str) -> None:
