@@ -8,12 +8,13 @@ ignores these positions may be computed as if they hadn't been filled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
@@ -26,6 +27,25 @@ Hook: TypeAlias = Callable[[Tensor], None]
 def is_lazy(x: object) -> bool:
     """Return whether the values of a tensor are computed later."""
     return type(x) in LAZY_TYPES
+
+
+class TracedStorage(Protocol):
+    """A lazy tensor as compiled code holds it, or as it left a graph: a wrapper of plain tensors."""
+
+    @property
+    def is_in_graph(self) -> bool:
+        """True if the graph that it is computed in goes on."""
+
+    def stored(self) -> Sequence[Tensor]:
+        """Return the plain tensors."""
+
+    def with_stored(self, tensors: list[Tensor]) -> Tensor:
+        """Return a tensor like it that stores others, and is in no graph."""
+
+
+def traced_storage(x: Tensor) -> TracedStorage | None:
+    """Return a tensor that is lazy, and that compiled code may hold; None for any other."""
+    return cast("TracedStorage", x) if is_lazy(x) and is_traceable_wrapper_subclass(x) else None
 
 
 def realized(x: PyTree) -> PyTree:

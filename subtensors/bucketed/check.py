@@ -150,7 +150,10 @@ class Checker:
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes) or is_smallest
         if bucket.conditions.is_number_read or bucket.conditions.unmet(spec.host):
             return True
-        return is_early and self._is_room()
+        if is_early and not self._is_room():
+            bucket.checked_sizes[spec.true_sizes] = False  # is asked once a size
+            return False
+        return is_early
 
     def answer_and_check(
         self, call: CachedCall, leaves: list[PyTree], answer: Callable[[], PyTree], fall_back: Callable[..., PyTree]
@@ -310,7 +313,7 @@ class Checker:
             if expected.error is not None:
                 raise expected.error  # another run would write once more
             expected.is_final = has_result
-            self._large |= {id(t): weakref.ref(t) for t in before.lost()}
+            self._large = {id(t): weakref.ref(t) for t in [*self._known_large(), *before.lost()]}
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         if expected.error is None:
             bucket.checked_sizes[sizes] = not expected.not_checked  # until they differ

@@ -13,9 +13,14 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, function_around, is_lazy, realized
+from subtensors.dispatch.ops.lazy_storage import (
+    GRADIENT_HOOKS,
+    TracedStorage,
+    function_around,
+    realized,
+    traced_storage,
+)
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
@@ -37,9 +42,8 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     if type(value.dense) not in LAZY_TYPES:
         return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
     out = make_padded(value)
-    if is_traceable_wrapper_subclass(value.dense):
-        track_storage(out)
-    elif value.dense.requires_grad:
+    track_storage(out)
+    if value.dense.requires_grad and traced_storage(value.dense) is None:
         with torch._C.DisableTorchFunctionSubclass():
             set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
     return out
@@ -47,12 +51,13 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
 
 def track_storage(x: PaddedTensor) -> None:
     """Make a PaddedTensor require grad as its lazy storage does in compiled code, where that may have changed."""
-    if not (is_traceable_wrapper_subclass(x._dense) and x._dense.requires_grad):
+    storage = traced_storage(x._dense)
+    if storage is None or not x._dense.requires_grad:
         return
     with torch._C.DisableTorchFunctionSubclass():
         if x.requires_grad:
             x.detach_()
-        JoinStorage.apply(x, *x._dense.stored())  # type: ignore[no-untyped-call, attr-defined]
+        JoinStorage.apply(x, *storage.stored())  # type: ignore[no-untyped-call]  # torch's has no types
 
 
 wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
@@ -92,9 +97,9 @@ def unwrap_with_grad(x: Tensor) -> PaddedValue:
     if isinstance(x, PaddedTensor) and x._view_source is not None:
         x = refresh_view(x)
     value = unwrap(x)
-    if is_traceable_wrapper_subclass(value.dense) and is_lazy(value.dense):
-        return replace(value, dense=_entered_storage(x, value.dense))
     if type(value.dense) in LAZY_TYPES:
+        if (storage := traced_storage(value.dense)) is not None:
+            return _in_this_graph(x, value, storage)
         return value if x.grad_fn is None or x is value.dense else unwrap_with_grad(_source_of(x, x.grad_fn))
     if isinstance(x, PaddedTensor) and torch.is_grad_enabled() and x.requires_grad:
         tracker = GradientTracker()
@@ -115,19 +120,18 @@ def _source_of(x: Tensor, function: torch.autograd.graph.Node) -> PaddedTensor:
     return base
 
 
-def _entered_storage(x: Tensor, storage: Tensor) -> Tensor:
-    """Return the lazy storage of a PaddedTensor in compiled code, or after it: one that left its graph is tracked.
+def _in_this_graph(x: Tensor, value: PaddedValue, storage: TracedStorage) -> PaddedValue:
+    """Return the value of a PaddedTensor in compiled code, or after it: a storage that left its graph is tracked.
 
     Raises:
         RuleError: an autograd.Function in the graph returned it.
     """
-    if storage.is_in_graph:  # type: ignore[attr-defined]
-        if x.grad_fn is not None and x.grad_fn.name() != "JoinStorageBackward":
-            raise function_around(x.grad_fn)
-        return storage
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return storage
-    return storage.with_stored([SplitStorage.apply(x)])  # type: ignore[no-untyped-call, attr-defined, no-any-return]
+    if storage.is_in_graph and x.grad_fn is not None and x.grad_fn.name() != "JoinStorageBackward":
+        raise function_around(x.grad_fn)
+    if storage.is_in_graph or not (x.requires_grad and torch.is_grad_enabled()):
+        return value
+    stored: Tensor = SplitStorage.apply(x, storage)  # type: ignore[no-untyped-call]  # torch's has no types
+    return replace(value, dense=storage.with_stored([stored]))
 
 
 class JoinStorage(torch.autograd.Function):
@@ -146,34 +150,34 @@ class JoinStorage(torch.autograd.Function):
         [gradient] = gradients
         if gradient is None:
             return None, None
-        storage = gradient._dense
-        return None, storage.stored()[0] if is_lazy(storage) else storage  # type: ignore[attr-defined]
+        storage = traced_storage(gradient._dense)
+        return None, gradient._dense if storage is None else storage.stored()[0]
 
 
 class SplitContext(FunctionCtx):
-    """The value of the PaddedTensor."""
+    """The value of the PaddedTensor, and its storage."""
 
     value: PaddedValue
+    storage: TracedStorage
 
 
 class SplitStorage(torch.autograd.Function):
     """An autograd function from a PaddedTensor that left a graph to what its lazy storage stores."""
 
     @staticmethod
-    def forward(ctx: SplitContext, x: PaddedTensor) -> Tensor:
+    def forward(ctx: SplitContext, x: PaddedTensor, storage: TracedStorage) -> Tensor:
         """Return an alias."""
-        ctx.value = unwrap(x)
-        stored: Tensor = ctx.value.dense.stored()[0]  # type: ignore[attr-defined]
+        ctx.value, ctx.storage = unwrap(x), storage
+        [stored] = storage.stored()
         return stored.view_as(stored)
 
     @staticmethod
-    def backward(ctx: SplitContext, *gradients: Tensor) -> PaddedTensor:
+    def backward(ctx: SplitContext, *gradients: Tensor) -> tuple[PaddedTensor, None]:
         """Return the gradient as a PaddedTensor of the same types, with the same padding."""
         fill = ctx.value.fill
         plain = replace(ctx.value, dense=gradients[0], fill=None, tracker=None)
         dense = plain.filled(fill if isinstance(fill, int | float) else 0)
-        storage = ctx.value.dense.with_stored([dense])  # type: ignore[attr-defined]
-        return make_padded(replace(plain, dense=storage, fill=fill))
+        return make_padded(replace(plain, dense=ctx.storage.with_stored([dense]), fill=fill)), None
 
 
 class UnwrapContext(FunctionCtx):

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
-from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy
+from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy, traced_storage
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
@@ -72,8 +71,7 @@ def write_back(target: Tensor, new: PaddedValue) -> None:
     mask = unwrap(target).mask()
     if is_lazy(target._dense):
         # Compiled code writes to nothing that has views, such as one that is detached.
-        is_traced = is_traceable_wrapper_subclass(target._dense)
-        old = (target._dense.clone() if is_traced else target._dense).detach()
+        old = (target._dense if traced_storage(target._dense) is None else target._dense.clone()).detach()
         dense = fill_padding(new.dense, mask, old) if mask is not None and is_lazy(new.dense) else new.dense
         target._dense.copy_(dense)
         track_storage(target)

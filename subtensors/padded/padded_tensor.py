@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.lazy_storage import is_lazy
+from subtensors.dispatch.ops.lazy_storage import is_lazy, traced_storage
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
@@ -304,7 +303,7 @@ class PaddedTensor(Tensor):
         return self._sizes.values
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        if is_lazy(self._dense) and not is_traceable_wrapper_subclass(self._dense):
+        if is_lazy(self._dense) and traced_storage(self._dense) is None:
             raise RuleError("a chunked PaddedTensor is no argument of compiled code: hand over its realize()")
         return ["_dense", "_true_sizes"] if self._sizes else ["_dense"], self._metadata()
 

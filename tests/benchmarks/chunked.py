@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.chunked_rows import LossRow, plot, table, unmatched
 from benchmarks.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
+from benchmarks.rounds import peak_mb
 from benchmarks.rows import Setting, load, save
 from benchmarks.sweep import names
 from benchmarks.table import describe, figure
@@ -131,7 +132,7 @@ def measure(
             loss = step()
             synchronize(device)
             first_s = time.perf_counter() - started
-            peak_mb, step_ms = _peak_mb(step, device), _milliseconds(step, device)
+            peak, step_ms = peak_mb(step, step.args[1:3]), _milliseconds(step, device)
             hidden_grad, weight_grad = values[0].grad, values[1].grad
             assert hidden_grad is not None
             assert weight_grad is not None
@@ -141,7 +142,7 @@ def measure(
                 *(shape.tokens, shape.hidden, shape.vocabulary),
                 first_s=first_s,
                 step_ms=step_ms,
-                peak_mb=peak_mb,
+                peak_mb=peak,
                 gradients_mb=sum(leaf.nbytes for leaf in values[:2]) / 2**20,
                 loss_error=abs(float(loss.detach()) - exact_loss),
                 hidden_error=relative_error(hidden_grad, exact_hidden),
@@ -157,20 +158,6 @@ def _step(loss_of: LossOf, hidden: Tensor, weight: Tensor, target: Tensor) -> Te
     loss = loss_of(hidden, weight, target)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss
-
-
-def _peak_mb(step: functools.partial[Tensor], device: str) -> float | None:
-    """The memory that a step takes above what is allocated before it, its gradients included."""
-    if device == "cpu":
-        return None
-    step.args[1].grad = step.args[2].grad = None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _milliseconds(step: functools.partial[Tensor], device: str, repeats: int = 12, warm_up: int = 12) -> float:

@@ -61,7 +61,7 @@ class LongRow:
 
 
 class Operands:
-    """What all ways of one part are given.
+    """The operands that all ways of one part share.
 
     Args:
         tokens: rows of the hidden states.

@@ -376,7 +376,7 @@ class ContextRow:
 
 
 MULTIPLE = 1024
-"""What the lengths of longest contexts are multiples of."""
+"""The number that the lengths of longest contexts are multiples of."""
 
 
 def longest_that_fits(peak: Callable[[int], float | None], limit: float, start: int) -> int:
