@@ -60,62 +60,62 @@ class ChunkSum:
         return self._result
 
 
+Sums = tuple[ChunkSum | None, ChunkSum | None, ChunkSum | None]
+"""The sums that the gradients of both factors of a product and of the addend are added to; None: returned instead."""
+
+
 class _ProductContext(FunctionCtx):
     """The state that forward keeps for backward."""
 
     saved_tensors: tuple[Tensor, Tensor]
     needs_input_grad: tuple[bool, ...]
-    sums: tuple[ChunkSum, bool, ChunkSum | None]
+    sums: Sums
     added_shape: torch.Size | None
 
 
 class ProductInto(torch.autograd.Function):
-    """a @ b (+ added) where one factor is replicated: its gradient is added to a sum inside the GEMM.
+    """a @ b (+ added), whose gradients are added to sums inside the GEMM, or never computed itself.
 
     Operands with a sum get no gradient from this function; the others do.
     """
 
     @staticmethod
-    def forward(
-        ctx: _ProductContext,
-        a: Tensor,
-        b: Tensor,
-        added: Tensor | None,
-        into: ChunkSum,
-        second: bool,
-        added_into: ChunkSum | None,
-    ) -> Tensor:
-        """Compute the product; `second` says that `b` is the factor with the sum."""
+    def forward(ctx: _ProductContext, a: Tensor, b: Tensor, added: Tensor | None, sums: Sums, is_read: bool) -> Tensor:
+        """Compute the product, or return memory of its sizes where it is not read."""
         ctx.save_for_backward(a, b)
-        ctx.sums = into, second, added_into
+        ctx.sums = sums
         ctx.added_shape = None if added is None else added.shape
+        if not is_read:
+            return a.new_empty(a.shape[0], b.shape[1])
         return a @ b if added is None else torch.addmm(added, a, b)
 
     @staticmethod
     def backward(
         ctx: _ProductContext, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """Add to the sums, and return the gradients of the operands without one."""
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_added = ctx.needs_input_grad[:3]
-        into, second, added_into = ctx.sums
+        a_sum, b_sum, added_sum = ctx.sums
         grad = grads[0]
         grad_a = grad_b = grad_added = None
-        if second:
-            into.add_product(a.mH, grad)
-            grad_a = grad @ b.mH if needs_a else None
-        else:
-            into.add_product(grad, b.mH)
-            grad_b = a.mH @ grad if needs_b else None
+        if b_sum is not None:
+            b_sum.add_product(a.mH, grad)
+        elif needs_b:
+            grad_b = a.mH @ grad
+        if a_sum is not None:
+            a_sum.add_product(grad, b.mH)
+        elif needs_a:
+            grad_a = grad @ b.mH
         if needs_added:
             assert ctx.added_shape is not None
             wide = arithmetic_dtype(grad.dtype)
-            summed = _summed_to(grad, ctx.added_shape, wide if added_into is not None else grad.dtype)
-            if added_into is None:
+            summed = _summed_to(grad, ctx.added_shape, wide if added_sum is not None else grad.dtype)
+            if added_sum is None:
                 grad_added = summed
             else:
-                added_into.add(summed)
-        return grad_a, grad_b, grad_added, None, None, None
+                added_sum.add(summed)
+        return grad_a, grad_b, grad_added, None, None
 
 
 def _summed_to(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from subtensors.dispatch.ops.tree import tree_leaves
 aten = torch.ops.aten
 
 # op: the positions of arguments that may depend on the sums, alone or together.
-_JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
+JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
     aten.add: (0, 1),
     aten.sub: (0, 1),
     aten.rsub: (0, 1),
@@ -97,10 +97,10 @@ def _analyze(value: LazyValue, analyze: Callable[[LazyValue], tuple[bool, bool]]
     packet = getattr(node.op, "overloadpacket", None)
     if nested or value.needs_grad is False:
         return True, False
-    if packet in _JOINTLY_LINEAR:
+    if packet in JOINTLY_LINEAR:
         # div.Tensor_mode rounds.
         plain = not any(isinstance(x, str) for x in tree_leaves((node.args, node.kwargs)))
-        return True, plain and all(position in _JOINTLY_LINEAR[packet] for position in depending)
+        return True, plain and all(position in JOINTLY_LINEAR[packet] for position in depending)
     if packet in _BILINEAR:
         return True, len(depending) == 1 and depending[0] in _BILINEAR[packet]
     return True, False

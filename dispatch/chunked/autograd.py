@@ -44,7 +44,7 @@ def differentiate(
     with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
             leaves = chunk_leaves(plan, span, tensors, needed)
-            outputs = run_chunk(plan, span, leaves, gradients)
+            outputs = run_chunk(plan, span, leaves, gradients, results_read=False)
             results = zip(outputs, plan.outputs, upstream, strict=True)
             parts = [(o, v, u) for o, v, u in results if o is not None and u is not None]
             tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in parts]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto
+from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto, Sums
 from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.record import overwritten
@@ -132,7 +132,11 @@ def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], nee
 
 
 def run_chunk(
-    plan: ChunkSchedule, span: Span, leaves: Sequence[Tensor], gradients: Gradients | None = None
+    plan: ChunkSchedule,
+    span: Span,
+    leaves: Sequence[Tensor],
+    gradients: Gradients | None = None,
+    results_read: bool = True,
 ) -> list[Tensor | None]:
     """Run one chunk; its results are tracked by autograd where `gradients` is given.
 
@@ -141,6 +145,8 @@ def run_chunk(
         span: the chunk's rows.
         leaves: its inputs.
         gradients: the sums that products with replicated operands add to; None where nothing is differentiated.
+        results_read: whether the results are read, or only differentiated: then a product is left out that no gradient
+            reads.
 
     Returns:
         for each output of the pass, this chunk's part; None for a stack where the chunk has none of the rows.
@@ -169,11 +175,11 @@ def run_chunk(
             known.update({id(v): None for v in step.outputs})
             continue
         with torch.set_grad_enabled(gradients is not None and step.grad):
-            product = None if gradients is None else _product(step, positions, gradients)
+            product = None if gradients is None else _product(step, positions, gradients, results_read)
             if product is not None:
-                factors, sums = product
+                (a, b, added), sums, is_read = product
                 result = ProductInto.apply(  # type: ignore[no-untyped-call]
-                    *(operand(x) for x in factors), *sums
+                    operand(a), operand(b), operand(added), sums, is_read
                 )
             else:
                 args, kwargs = step.spec.unflatten([operand(x) for x in step.leaves])
@@ -205,16 +211,18 @@ _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, N
 
 
 def _product(
-    step: ScheduledStep, positions: dict[int, int], gradients: Gradients
-) -> tuple[tuple[PyTree, PyTree, PyTree], tuple[ChunkSum, bool, ChunkSum | None]] | None:
-    """Return the operands and gradient sums of a product with a replicated factor that needs a gradient; else None."""
+    step: ScheduledStep, positions: dict[int, int], gradients: Gradients, results_read: bool
+) -> tuple[tuple[PyTree, PyTree, PyTree], Sums, bool] | None:
+    """Return a product's operands, the sums of their gradients, and whether it is read; None: an op like any other."""
     found = _FACTORS.get(step.op) if step.grad else None
     if found is None:
         return None
     a, b = step.leaves[found[0]], step.leaves[found[1]]
     added = None if found[2] is None else step.leaves[found[2]]
-    sums = [gradients.sums.get(positions[id(x)]) if isinstance(x, Input) else None for x in (a, b, added)]
-    for second in (True, False):
-        if (into := sums[second]) is not None and (a is not b):
-            return (a, b, added), (into, second, sums[2])
-    return None
+    of_a, of_b, of_added = (
+        gradients.sums.get(positions[id(x)]) if isinstance(x, Input) else None for x in (a, b, added)
+    )
+    is_read = results_read or not step.without_value
+    if is_read and of_a is of_b:  # neither has a sum
+        return None
+    return (a, b, added), (of_a, of_b, of_added), is_read

@@ -10,7 +10,16 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, PerChunk, RowSlice, Span
+from subtensors.dispatch.chunked.affine import JOINTLY_LINEAR
+from subtensors.dispatch.chunked.lazy_graph import (
+    CHUNK_INDEPENDENT_VIEWS,
+    LazyNode,
+    LazyValue,
+    PerChunk,
+    RowSlice,
+    Span,
+    identity,
+)
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, check_limit
 from subtensors.dispatch.ops.tree import PyTree
 
@@ -50,6 +59,7 @@ class ScheduledStep:
         spec: the pytree of the arguments.
         outputs: descriptions of its results; None for a result that no op reads.
         last_uses: positions in `leaves` of values that no later step reads.
+        without_value: whether no gradient reads its results: they are results of the pass, or go into sums of those.
     """
 
     op: Callable[..., PyTree]
@@ -60,6 +70,7 @@ class ScheduledStep:
     spec: PyTreeSpec
     outputs: list[LazyValue | None]
     last_uses: list[int] = field(default_factory=list)
+    without_value: bool = False
 
 
 @dataclass
@@ -111,6 +122,7 @@ class ChunkSchedule:
         assert node.axis is not None
         self.axis: ChunkAxis = node.axis.root
         self._find_last_uses()
+        self._find_unread()
         self._descriptions.clear()
         self._done.clear()
         self.spans: list[Span] = self.axis.spans(self._rows, self._requested_rows())
@@ -169,6 +181,13 @@ class ChunkSchedule:
                     seen.add(id(x))
                     step.last_uses.append(position)
 
+    def _find_unread(self) -> None:
+        read: set[int] = set()
+        for step in reversed(self.steps):
+            step.without_value = not any(v is not None and id(v) in read for v in step.outputs)
+            if not step.without_value or _gradient_reads_operands(step):
+                read.update(id(x) for x in step.leaves if isinstance(x, LazyValue))
+
     @property
     def grad(self) -> bool:
         """Return whether any of its results requires grad."""
@@ -203,12 +222,12 @@ class ChunkSchedule:
         if limit is not None:
             rows = self.axis.size
             check_limit(limit, self.fixed_bytes + row, f", chunk a dim of more than {rows} rows (st.chunk(x, dim))")
-            return (limit - self.fixed_bytes) // row
+            return _whole_tiles((limit - self.fixed_bytes) // row)
         device = self.outputs[0].device
         budget = DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
         if device.type == "cuda" and torch.cuda.is_available():
             budget = min(budget, torch.cuda.mem_get_info(device)[0] // 2)
-        return max(budget // row, MIN_ROWS)
+        return _whole_tiles(max(budget // row, MIN_ROWS))
 
     def _requested_rows(self) -> Span:
         """Return the rows that the results depend on: those that are left by slices."""
@@ -232,6 +251,17 @@ class ChunkSchedule:
         for step in self.steps:
             parts.append(f"  {step.name} -> {', '.join(_described(v) for v in step.outputs if v is not None)}")
         return "\n".join(parts)
+
+
+def _gradient_reads_operands(step: ScheduledStep) -> bool:
+    packet = getattr(step.op, "overloadpacket", None)
+    is_sum = packet in JOINTLY_LINEAR and packet is not torch.ops.aten.div  # whose divisor has a gradient of both
+    return not is_sum and step.op is not identity and step.name not in CHUNK_INDEPENDENT_VIEWS
+
+
+def _whole_tiles(rows: int) -> int:
+    """Return a number of rows, cut to a multiple of what the tiles of a matrix product take where there are as many."""
+    return rows // MIN_ROWS * MIN_ROWS or rows
 
 
 def _same_layout(a: RowLayout | None, b: RowLayout | None) -> bool:

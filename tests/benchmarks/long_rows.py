@@ -28,8 +28,14 @@ WIDTH, CLASSES, INNER = (4096, 32), (128256, 200), (14336, 96)
 LENGTHS = {"loss": (16384, 32768, 65536, 131072, 262144), "mlp": (65536,)}
 """The tokens that each part is measured at."""
 
+VARIANTS = ("eager", "compile", "checkpoint", "liger", "liger tiled", "subtensors", "subtensors compiled")
+"""What is measured unless other names are asked for; not every part has them all."""
+
 TRUE_ROWS = 1024
-"""The first rows, of whose gradients the error is measured."""
+"""The rows that are computed at once in float64; the error of the first ones' gradients is measured."""
+
+TRUE_CLASSES = 256
+"""The first rows of a head's weight, of whose gradients the error is measured."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class LongRow:
         low_ms, high_ms: the interval that holds the middle half of the steps.
         peak_mb: memory above the operands, gradients included, MiB; None on a CPU.
         error: of the gradient of the first hidden states against float64, over the norm of the truth.
+        weight_error: the same of the last weight's gradient, which is a sum over all tokens; of a head, of its first
+            rows.
     """
 
     part: str
@@ -58,6 +66,7 @@ class LongRow:
     high_ms: float | None = None
     peak_mb: float | None = None
     error: float | None = None
+    weight_error: float | None = None
 
 
 class Operands:
@@ -79,9 +88,17 @@ class Operands:
         """Return a leaf of normal numbers in bfloat16."""
         return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(scale).requires_grad_()
 
-    def truth(self) -> Tensor:
-        """Return the gradient of the first hidden states in float64."""
+    def truth(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the first hidden states and of the last weight, or its first rows, in float64."""
         raise NotImplementedError
+
+    def errors(self, truth: tuple[Tensor, Tensor]) -> list[float]:
+        """Return the errors of the gradients that a step has left, over the norms of the true ones."""
+        found = []
+        for leaf, true in zip((self.hidden, self.leaves[-1]), truth, strict=True):
+            assert leaf.grad is not None
+            found.append(float((leaf.grad[: len(true)] - true).norm() / true.norm()))
+        return found
 
     def ways(self) -> Mapping[str, Callable[[], Step]]:
         """Return what makes each way's step, by name."""
@@ -97,13 +114,17 @@ class Loss(Operands):
         self.target = torch.randint(CLASSES[tiny], (tokens,), device=device)
         self.leaves.append(self.weight)
 
-    def truth(self) -> Tensor:
-        """Return the gradient of the first hidden states in float64: each row has its own."""
-        hidden = self.hidden.detach()[:TRUE_ROWS].double().requires_grad_()
-        loss = F.cross_entropy(
-            F.linear(hidden, self.weight.detach().double()), self.target[:TRUE_ROWS], reduction="sum"
-        )
-        return torch.autograd.grad(loss / len(self.hidden), hidden)[0]
+    def truth(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the first hidden states and classes in float64."""
+        weight, of_hidden, of_classes = self.weight.detach().double(), [], torch.zeros(())
+        for hidden, target in zip(self.hidden.detach().split(TRUE_ROWS), self.target.split(TRUE_ROWS), strict=True):
+            rows = hidden.double()
+            of_logits = torch.softmax(rows @ weight.t(), -1)
+            of_logits[torch.arange(len(rows)), target] -= 1
+            of_classes = of_classes.to(rows) + of_logits[:, :TRUE_CLASSES].t() @ rows / len(self.hidden)
+            if not of_hidden:
+                of_hidden.append(of_logits @ weight / len(self.hidden))
+        return of_hidden[0], of_classes
 
     def ways(self) -> Mapping[str, Callable[[], Step]]:
         """Return what makes each way's step, by name."""
@@ -134,11 +155,16 @@ class Gated(Operands):
         """Return the MLP of hidden states."""
         return F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
 
-    def truth(self) -> Tensor:
-        """Return the gradient of the first hidden states in float64: each row has its own."""
-        hidden = self.hidden.detach()[:TRUE_ROWS].double().requires_grad_()
-        result = self.plain(hidden, *(w.detach().double() for w in self.leaves[1:]))
-        return torch.autograd.grad(result, hidden, self.given[:TRUE_ROWS].double())[0]
+    def truth(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the first hidden states and of the last weight in float64."""
+        of_hidden, of_down = [], torch.zeros(())
+        weights = [w.detach().double() for w in self.leaves[1:]]
+        weights[-1].requires_grad_()
+        for part, given in zip(self.hidden.detach().split(TRUE_ROWS), self.given.split(TRUE_ROWS), strict=True):
+            hidden = part.double().requires_grad_()
+            grads = torch.autograd.grad(self.plain(hidden, *weights), [hidden, weights[-1]], given.double())
+            of_hidden, of_down = of_hidden or [grads[0]], of_down.to(hidden) + grads[1]
+        return of_hidden[0], of_down
 
     def ways(self) -> Mapping[str, Callable[[], Step]]:
         """Return what makes each way's step, by name."""
@@ -152,6 +178,7 @@ class Gated(Operands):
             "compile": lambda: step(torch.compile(lambda h: self.plain(h, *weights))),
             "checkpoint": lambda: step(lambda h: checkpoint(self.plain, h, *weights, use_reentrant=False)),
             "subtensors": lambda: step(lambda h: self.plain(chunk(h), *weights)),
+            "subtensors compiled": lambda: step(lambda h: self.plain(chunk(h, compile=True), *weights)),
         }
         if find_spec("liger_kernel") is not None:
             ways["liger tiled"] = lambda: step(self.tiled())
@@ -203,21 +230,20 @@ def measure(
     for tokens in lengths:
         operands = PARTS[part](tokens, tiny, device)
         truth, steps = operands.truth(), dict[str, Step]()
-        peaks, errors, reasons = dict[str, float | None](), dict[str, float](), dict[str, str]()
+        peaks, errors, reasons = dict[str, float | None](), dict[str, list[float]](), dict[str, str]()
         ways = {name: way for name, way in operands.ways().items() if name in variants}
         for variant, way in ways.items():
             try:
                 step = cleared(way(), operands.leaves)
                 step()
-                assert operands.hidden.grad is not None
-                errors[variant] = float((operands.hidden.grad[: len(truth)] - truth).norm() / truth.norm())
+                errors[variant] = operands.errors(truth)
                 peaks[variant] = peak_mb(step, operands.leaves)
                 steps[variant] = step
             except torch.cuda.OutOfMemoryError:
                 reasons[variant] = "out of memory"
         times, setting = in_rounds(steps, device, repeats), Setting.now(device, tiny)
         for variant in ways:
-            figures = (*times[variant], peaks[variant], errors[variant]) if variant in steps else ()
+            figures = (*times[variant], peaks[variant], *errors[variant]) if variant in steps else ()
             found.append(LongRow(part, variant, tokens, reasons.get(variant, ""), setting, *figures))
         del operands, truth, steps, ways
     return found
@@ -237,7 +263,7 @@ def cleared(step: Step, leaves: Sequence[Tensor]) -> Step:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (%(default)s)")
-    parser.add_argument("--variants", default="eager,compile,checkpoint,liger,liger tiled,subtensors")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--tokens", type=int, nargs="+", help="of every part; each part's own by default")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes: shows that it runs, no more")
@@ -257,7 +283,7 @@ def run(options: argparse.Namespace) -> int:
         rows += measure(part, lengths, variants, options.tiny, options.device, options.repeats)
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "long_rows.json")
-    columns = ["part", "tokens", "variant", "ms", "us a token", "peak MiB", "error of dX"]
+    columns = ["part", "tokens", "variant", "ms", "us a token", "peak MiB", "error of dX", "of dW"]
     Console().print(folded(describe(rows), columns, [cells(row) for row in rows]))
     return 0
 
@@ -266,6 +292,6 @@ def cells(row: LongRow) -> list[str]:
     """Return a row as cells of a table."""
     named = [row.part, str(row.tokens), row.variant]
     if row.step_ms is None:
-        return [*named, row.reason, "", "", ""]
-    each = figure(row.step_ms), figure(row.step_ms / row.tokens * 1e3), figure(row.peak_mb, 6), figure(row.error)
-    return [*named, *each]
+        return [*named, row.reason, "", "", "", ""]
+    times = figure(row.step_ms), figure(row.step_ms / row.tokens * 1e3)
+    return [*named, *times, figure(row.peak_mb, 6), figure(row.error), figure(row.weight_error)]

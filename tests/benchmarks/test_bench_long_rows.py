@@ -20,7 +20,8 @@ def test_a_tiny_run_leaves_rows_and_a_table_and_errors_of_rounding_alone(
     assert measured == [("loss", 64), ("loss", 128), ("mlp", 64), ("mlp", 128)]
     for plain, *others in (rows[start : start + 3] for start in range(0, len(rows), 3)):
         for row in others:
-            assert row["error"] <= 1.5 * plain["error"] + 2**-9, "a rounding of bfloat16"
+            for error in ("error", "weight_error"):
+                assert row[error] <= 1.5 * plain[error] + 2**-9, "a rounding of bfloat16"
     assert "Tiny sizes: the figures mean nothing." in capsys.readouterr().out
     assert main(["figures", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "long_rows.png").exists()

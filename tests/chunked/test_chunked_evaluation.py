@@ -80,3 +80,33 @@ def test_drawing_the_numbers_of_chunks_leaves_the_generators_of_other_devices_al
     place = torch.get_rng_state()
     dropped.realize()
     assert torch.get_rng_state().equal(place)
+
+
+@pytest.mark.parametrize(
+    ("block", "again"),
+    [
+        # the last product is not computed again: no gradient reads it
+        (lambda x, a, b: F.linear(F.silu(F.linear(x, a)), b), 1),
+        (lambda x, a, b: (x + F.linear(F.silu(F.linear(x, a)), b).view(x.shape)).transpose(0, 1), 1),
+        # a gradient reads it, though nothing but the result does
+        (lambda x, a, b: F.linear(F.silu(F.linear(x, a)), b) * x, 2),
+        (lambda x, a, b: F.linear(F.silu(F.linear(x, a)), b).sigmoid() + x, 2),
+        (lambda x, a, b: x / (2 + F.linear(F.silu(F.linear(x, a)), b).square()), 2),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_product_that_no_gradient_reads_is_not_computed_again(block: Any, again: int, frozen: bool) -> None:
+    x = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    a, b = (torch.randn(n, m, dtype=torch.float64, requires_grad=not frozen) for n, m in ((9, 6), (6, 9)))
+    leaves = [x] if frozen else [x, a, b]
+    given = torch.randn_like(block(x, a, b))
+    result = dense(block(st.chunk(x, rows=4), a, b))
+    torch.use_deterministic_algorithms(True)  # fills what is not computed with NaN
+    try:
+        with Products() as counted:
+            actual = torch.autograd.grad(result, leaves, given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(counted.rows) == 3 * (again + 2)  # and two for the gradients of what they read
+    for mine, theirs in zip(actual, torch.autograd.grad(block(x, a, b), leaves, given), strict=True):
+        torch.testing.assert_close(mine, theirs)
