@@ -247,7 +247,7 @@ def plan_linear_cross_entropy(
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, accumulate, rates)
-    candidates = list(_candidates(shape, accumulate, rows, memory_limit, rates))
+    candidates = list(possible_plans(shape, accumulate, rows, memory_limit, rates))
     chosen = _chosen(candidates, memory_limit, free_bytes)
     return chosen or min(candidates, key=lambda plan: (plan.bytes, plan.seconds))
 
@@ -290,10 +290,10 @@ def block_columns(rates: Rates) -> list[int]:
     return [count * rates.multiprocessors for count in BLOCK_COLUMNS]
 
 
-def _candidates(
+def possible_plans(
     shape: LossShape, accumulate: Accumulate, rows: int | None, memory_limit: int | None, rates: Rates
 ) -> Iterator[ChunkPlan]:
-    """Yield the schedules to compare."""
+    """Yield the schedules to compare, within the limit or not."""
     if shape.is_shard:
         yield by_columns(shape, shape.classes, 0, rates)
     else:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +83,9 @@ class Operands:
         self.hidden = self.made(tokens, self.width, device=device, scale=1.0)
         self.leaves = [self.hidden]
 
-    def made(self, *shape: int, device: str, scale: float) -> Tensor:
+    def made(self, *shape: int, device: str, scale: float) -> nn.Parameter:
         """Return a leaf of normal numbers in bfloat16."""
-        return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(scale).requires_grad_()
+        return nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(scale))
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the first hidden states and of the last weight, or its first rows, in float64."""
@@ -184,24 +183,16 @@ class Gated(Operands):
             ways["liger tiled"] = lambda: step(self.tiled())
         return ways
 
-    def tiled(self) -> Callable[[Tensor], Tensor]:
+    def tiled(self) -> nn.Module:
         """Return Liger's MLP, which goes over the rows in parts, with these weights."""
         from liger_kernel.transformers.tiled_mlp import LigerTiledSwiGLUMLP  # type: ignore[import-not-found]
 
         sizes = SimpleNamespace(hidden_size=self.width, intermediate_size=len(self.gate), hidden_act="silu")
         with torch.device("meta"):
-            mlp: Any = LigerTiledSwiGLUMLP(sizes)
+            mlp: nn.Module = LigerTiledSwiGLUMLP(sizes)
         for name in ("gate", "up", "down"):
-            setattr(getattr(mlp, f"{name}_proj"), "weight", nn.Parameter(getattr(self, name)))  # noqa: B010
-        parameters = dict(zip(("gate", "up", "down"), self.leaves[1:], strict=True))
-
-        def run(hidden: Tensor) -> Tensor:
-            for name, weight in parameters.items():
-                getattr(mlp, f"{name}_proj").weight.grad = weight.grad
-            result: Tensor = mlp(hidden)
-            return result
-
-        return run
+            mlp.get_submodule(f"{name}_proj").weight = getattr(self, name)
+        return mlp
 
 
 PARTS: dict[str, type[Operands]] = {"loss": Loss, "mlp": Gated}
@@ -213,40 +204,36 @@ def backward(value: Tensor, given: Tensor | None = None) -> None:
     full.backward(given)  # type: ignore[no-untyped-call]
 
 
-def measure(
-    part: str, lengths: Sequence[int], variants: Sequence[str], tiny: bool, device: str, repeats: int
-) -> list[LongRow]:
-    """Measure a part at some lengths, in rounds of random order at each.
+def measure(part: str, tokens: int, variants: Sequence[str], tiny: bool, device: str, repeats: int) -> list[LongRow]:
+    """Measure a part over some tokens, in rounds of random order.
 
     Args:
         part: a key of `PARTS`.
-        lengths: in tokens.
+        tokens: rows of the hidden states.
         variants: the ways; those that this part does not have are left out.
         tiny: cut the widths down.
         device: "cpu" or "cuda".
         repeats: rounds.
     """
-    found = []
-    for tokens in lengths:
-        operands = PARTS[part](tokens, tiny, device)
-        truth, steps = operands.truth(), dict[str, Step]()
-        peaks, errors, reasons = dict[str, float | None](), dict[str, list[float]](), dict[str, str]()
-        ways = {name: way for name, way in operands.ways().items() if name in variants}
-        for variant, way in ways.items():
-            try:
-                step = cleared(way(), operands.leaves)
-                step()
-                errors[variant] = operands.errors(truth)
-                peaks[variant] = peak_mb(step, operands.leaves)
-                steps[variant] = step
-            except torch.cuda.OutOfMemoryError:
-                reasons[variant] = "out of memory"
-        times, setting = in_rounds(steps, device, repeats), Setting.now(device, tiny)
-        for variant in ways:
-            figures = (*times[variant], peaks[variant], *errors[variant]) if variant in steps else ()
-            found.append(LongRow(part, variant, tokens, reasons.get(variant, ""), setting, *figures))
-        del operands, truth, steps, ways
-    return found
+    operands = PARTS[part](tokens, tiny, device)
+    truth, steps = operands.truth(), dict[str, Step]()
+    peaks, errors, reasons = dict[str, float | None](), dict[str, list[float]](), dict[str, str]()
+    ways = {name: way for name, way in operands.ways().items() if name in variants}
+    for variant, way in ways.items():
+        try:
+            step = cleared(way(), operands.leaves)
+            step()
+            errors[variant] = operands.errors(truth)
+            peaks[variant] = peak_mb(step, operands.leaves)
+            steps[variant] = step
+        except torch.cuda.OutOfMemoryError:
+            reasons[variant] = "out of memory"
+    times, setting = in_rounds(steps, device, repeats), Setting.now(device, tiny)
+    rows = []
+    for variant in ways:
+        figures = (*times[variant], peaks[variant], *errors[variant]) if variant in steps else ()
+        rows.append(LongRow(part, variant, tokens, reasons.get(variant, ""), setting, *figures))
+    return rows
 
 
 def cleared(step: Step, leaves: Sequence[Tensor]) -> Step:
@@ -277,12 +264,13 @@ def run(options: argparse.Namespace) -> int:
     parts, variants = ([name.strip() for name in text.split(",")] for text in (options.parts, options.variants))
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
-    rows = []
+    rows = list[LongRow]()
+    options.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
         lengths = options.tokens or ([64, 128] if options.tiny else LENGTHS[part])
-        rows += measure(part, lengths, variants, options.tiny, options.device, options.repeats)
-    options.out.mkdir(parents=True, exist_ok=True)
-    save(rows, options.out / "long_rows.json")
+        for tokens in lengths:
+            rows += measure(part, tokens, variants, options.tiny, options.device, options.repeats)
+            save(rows, options.out / "long_rows.json")  # a run that is cut short leaves what it measured
     columns = ["part", "tokens", "variant", "ms", "us a token", "peak MiB", "error of dX", "of dW"]
     Console().print(folded(describe(rows), columns, [cells(row) for row in rows]))
     return 0

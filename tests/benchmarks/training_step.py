@@ -467,8 +467,10 @@ def longest_contexts(job: Job, names: list[str], out: Path) -> int:
     """Find the longest context of some ways; returns the exit status."""
     if job.device != "cuda":
         raise SystemExit("--longest fills a GPU's memory: it needs one")
-    rows = [job.longest(name) for name in names]
-    save(rows, out / f"{job.model}_{job.loss}_longest.json")
+    rows = list[ContextRow]()
+    for name in names:
+        rows.append(job.longest(name))
+        save(rows, out / f"{job.model}_{job.loss}_longest.json")  # a run that is cut short leaves what it found
     lines = [[row.variant, str(row.length), figure(row.allocated_mb, 6)] for row in rows]
     Console().print(folded(describe(rows), ["variant", "tokens", "allocated MiB"], lines))
     return 0

@@ -24,10 +24,10 @@ def test_recording_a_program_twice_infers_and_plans_once(monkeypatch: pytest.Mon
         (logits.logsumexp(-1) ** 2).mean().backward()
 
     seen: list[object] = []
-    candidates = cost_model._candidates
+    plans = cost_model.possible_plans
     infer, plan = record._infer, cost_model.plan_linear_cross_entropy
     monkeypatch.setattr(record, "_infer", lambda *args: seen.append(args[0]) or infer(*args))
-    monkeypatch.setattr(cost_model, "_candidates", lambda *args: seen.append("plan") or candidates(*args))
+    monkeypatch.setattr(cost_model, "possible_plans", lambda *args: seen.append("plan") or plans(*args))
     record._inferred.clear()
     plan.cache_clear()
     step()
