@@ -277,7 +277,8 @@ def _row_parts(count: int, width: int, classes: int, rows: int, tile: int | None
     """Return the longer chunks, which come first, and the others as [begin, end).
 
     The first chunks may hold more of the logits, in the memory that dX does not take yet. Every chunk reads and writes
-    the sum of dW where that is exact, so fewer chunks are better.
+    the sum of dW where that is exact, so fewer chunks are better. Their rows of dX are in pieces, which take no more
+    than the memory of a chunk: they are copied while dX is there and no logits are.
 
     Args:
         count, width, classes: N, H, V.
@@ -287,7 +288,9 @@ def _row_parts(count: int, width: int, classes: int, rows: int, tile: int | None
     if tile is None or rows >= count:
         return [], parts(count, rows)
     longer = (rows // tile + 1) * tile
-    early = min((count * width - (longer - rows) * classes) // (longer * width), count // longer)
+    in_dx = (count * width - (longer - rows) * classes) // (longer * width)
+    in_logits = rows * classes // (longer * width)  # in whose memory the pieces of dX are while they are copied
+    early = min(in_dx, in_logits, count // longer)
     edge = max(early, 0) * longer
     if math.ceil((count - edge) / rows) + edge // longer == math.ceil(count / rows):
         edge = 0

@@ -111,7 +111,9 @@ def plans(shape: LossShape) -> list[ChunkPlan]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [LossShape(1024, 512, 20000), LossShape(512, 1024, 20000)])
+@pytest.mark.parametrize(
+    "shape", [LossShape(1024, 512, 20000), LossShape(512, 1024, 20000), LossShape(16384, 1024, 8192)]
+)
 @pytest.mark.parametrize("number", range(5))
 def test_a_plan_predicts_the_allocated_bytes(shape: LossShape, number: int) -> None:
     plan = plans(shape)[number]

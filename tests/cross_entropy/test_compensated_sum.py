@@ -153,12 +153,13 @@ def test_rounding_errors_of_float32_sums_are_kept(lowering: Lowering) -> None:
     assert total[2].isnan()
 
 
+@pytest.mark.parametrize("count", [40, 400])
 @pytest.mark.parametrize("rows", [5, 6, 12, 40])
 def test_first_chunks_are_longer_within_the_same_memory_if_that_saves_chunks(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "TILE", 4)
-    hidden, weight, target = torch.randn(40, 24), torch.randn(32, 24), torch.randint(32, (40,))
+    hidden, weight, target = torch.randn(count, 96), torch.randn(320, 96), torch.randint(320, (count,))
     chunks: list[tuple[int, int]] = []
     logits_of = Problem.logits_of_rows
 
@@ -169,11 +170,13 @@ def test_first_chunks_are_longer_within_the_same_memory_if_that_saves_chunks(
     monkeypatch.setattr(Problem, "logits_of_rows", noted)
     found = linear_cross_entropy(hidden, weight, target, rows=rows)
     assert [begin for begin, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
-    assert chunks[-1][1] == 40
-    assert len(chunks) < 40 / rows or rows == 40
+    assert chunks[-1][1] == count
+    assert len(chunks) < count / rows or rows == 40
+    in_pieces = max((end for begin, end in chunks if end - begin > rows), default=0)
     for begin, end in chunks:
-        rows_of_dx = end if end - begin > rows else 40
-        assert (end - begin) * 32 + rows_of_dx * 24 <= rows * 32 + 40 * 24
+        rows_of_dx = end if end <= in_pieces else count
+        assert (end - begin) * 320 + rows_of_dx * 96 <= rows * 320 + count * 96
+    assert in_pieces * 96 <= rows * 320, "what is copied into dX is no larger than the logits, which are freed by then"
     whole = linear_cross_entropy(hidden.double(), weight.double(), target)
     for actual, expected in zip(found[:3], whole[:3], strict=True):
         torch.testing.assert_close(actual, expected, check_dtype=False)
