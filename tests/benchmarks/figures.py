@@ -111,19 +111,25 @@ def draw_bucketed(folder: Path) -> None:
 
 
 def draw_long_rows(folder: Path) -> None:
-    """Time and memory of a loss over the number of tokens, a line a variant."""
+    """Time, memory and error of a loss over the number of tokens, a line a variant."""
     found = [row for row in rows.load(long_rows.LongRow, folder / "long_rows.json") if row.part == "loss"]
     drawing = Figure(figsize=(12, 5), layout="constrained")
     drawing.suptitle(describe(found), fontsize=9)
-    times, memory = drawing.subplots(1, 2)
+    times, memory, errors = drawing.subplots(1, 3)
     for variant in dict.fromkeys(row.variant for row in found):
         mine = [row for row in found if row.variant == variant and not row.reason]
         tokens = [row.tokens for row in mine]
         times.plot(tokens, [row.step_ms for row in mine], "o-", label=variant)
+        errors.plot(tokens, [row.weight_error for row in mine], "o-")
         if all(row.peak_mb for row in mine):
             memory.plot(tokens, [row.peak_mb for row in mine], "o-")
-    times.set(title="a loss and its gradients, ms", xlabel="tokens", xscale="log", yscale="log")
-    memory.set(title="peak memory above the operands, MiB", xlabel="tokens", xscale="log", yscale="log")
+    titles = ["a loss and its gradients, ms", "peak memory above the operands, MiB", "error of the weight's gradient"]
+    lengths = sorted({row.tokens for row in found})
+    for axes, title in zip((times, memory, errors), titles, strict=True):
+        axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.minorticks_off()
+    errors.set(yscale="linear", ylim=0)
     drawing.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     drawing.savefig(folder / "long_rows.png", dpi=120)
 
