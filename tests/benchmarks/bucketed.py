@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from benchmarks.bucketed_cases import CASES, Case
 from benchmarks.bucketed_rows import VaryingRow, table
 from benchmarks.bucketed_variants import VARIANTS, Answer, Way
+from benchmarks.options import add_shared_options, names
 from benchmarks.processes import MeasurementFailed, run_cold
 from benchmarks.rows import Setting, from_json, load, save, to_json
-from benchmarks.sweep import names
 from benchmarks.table import describe
 from demo.timing import synchronize
 
@@ -129,9 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small model")
     parser.add_argument("--limit", type=float, default=900, help="seconds that a row may take (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
     parser.add_argument("--row", nargs=2, metavar=("CASE", "VARIANT"), help="measure one row here and print its JSON")

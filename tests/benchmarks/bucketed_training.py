@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.bucketed_training_variants import VARIANTS, Step
 from benchmarks.gpt2_step import FULL, GPT2, TINY
+from benchmarks.options import add_shared_options, names
 from benchmarks.rows import Setting, from_json, save, to_json
-from benchmarks.sweep import names
 from benchmarks.table import describe, figure, folded
 from demo.timing import kernel_times, synchronize
 
@@ -139,9 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small model")
     parser.add_argument("--limit", type=float, default=300, help="seconds for all rows together (%(default)s)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of some steps beside the rows")
     parser.add_argument("--row", metavar="VARIANT", help="measure one row here, when told to, and print its JSON")

@@ -6,7 +6,6 @@ import argparse
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from benchmarks.chunked_rows import LossRow, plot, table, unmatched
 from benchmarks.chunked_variants import PEERS, SHAPES, TINY, LossOf, Shape
+from benchmarks.options import add_shared_options, names
 from benchmarks.rounds import peak_mb
 from benchmarks.rows import Setting, load, save
-from benchmarks.sweep import names
 from benchmarks.table import describe, figure
 from demo.timing import Span, synchronize
 from subtensors.chunked.chunked_tensor import chunk
@@ -181,9 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join([*PEERS, OURS]), help="comma-separated (%(default)s)")
     parser.add_argument("--settings", help="comma-separated: of ours, measure these alone")
-    parser.add_argument("--tiny", action="store_true", help="a small shape: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small shape")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
     parser.set_defaults(run=run)
 

@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.options import add_shared_options
 from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure
 from demo.model import Block, Size
@@ -206,9 +206,7 @@ def _milliseconds(step: Callable[[], None], device: str, steps: int = 8) -> floa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--variants", default="compile,inside fast/896", help="comma-separated")
-    parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small model")
     parser.set_defaults(run=run)
 
 

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.chunked_variants import PEERS
+from benchmarks.options import add_shared_options, names
 from benchmarks.rounds import Step, in_rounds, peak_mb
 from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure, folded
@@ -115,7 +115,7 @@ class Loss(Operands):
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the first hidden states and classes in float64."""
-        weight, of_hidden, of_classes = self.weight.detach().double(), [], torch.zeros(())
+        weight, of_hidden, of_classes = self.weight.detach().double(), list[Tensor](), torch.zeros(())
         for hidden, target in zip(self.hidden.detach().split(TRUE_ROWS), self.target.split(TRUE_ROWS), strict=True):
             rows = hidden.double()
             of_logits = torch.softmax(rows @ weight.t(), -1)
@@ -156,7 +156,7 @@ class Gated(Operands):
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the first hidden states and of the last weight in float64."""
-        of_hidden, of_down = [], torch.zeros(())
+        of_hidden, of_down = list[Tensor](), torch.zeros(())
         weights = [w.detach().double() for w in self.leaves[1:]]
         weights[-1].requires_grad_()
         for part, given in zip(self.hidden.detach().split(TRUE_ROWS), self.given.split(TRUE_ROWS), strict=True):
@@ -252,18 +252,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--tokens", type=int, nargs="+", help="of every part; each part's own by default")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, repeats=5)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
-    parts, variants = ([name.strip() for name in text.split(",")] for text in (options.parts, options.variants))
-    if unknown := set(parts) - set(PARTS):
-        raise SystemExit(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+    parts, variants = names(options.parts, [*PARTS], "part"), names(options.variants, VARIANTS, "variant")
     rows = list[LongRow]()
     options.out.mkdir(parents=True, exist_ok=True)
     for part in parts:

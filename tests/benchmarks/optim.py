@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import torch
 from rich.console import Console
 
+from benchmarks.options import names
 from benchmarks.other_optimizers import OTHERS
 from benchmarks.plot import plot
 from benchmarks.rows import Row, Setting, installed, to_json
 from benchmarks.sets import FIRST_STEP_SETS, MATRIX_SETS, SETS, least_traffic, parameters, specs
-from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep
+from benchmarks.sweep import COPY, add_sweep_arguments, sweep
 from benchmarks.table import table
 from benchmarks.variants import VARIANTS, Variant
 from demo.timing import count_copied_bytes, count_kernels, seconds, time_call
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--sets", default=",".join(SETS), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(EVERY), help="comma-separated (%(default)s)")
-    add_sweep_arguments(parser, "cuda" if torch.cuda.is_available() else "cpu")
+    add_sweep_arguments(parser)
     parser.set_defaults(run=run)
 
 

@@ -12,15 +12,14 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from rich.console import Console, Group
 
+from benchmarks.options import add_shared_options, names
 from benchmarks.padded_variants import CASES, VARIANTS, Problem
 from benchmarks.rows import Setting, save
 from benchmarks.side_stream import on_side_stream
-from benchmarks.sweep import names
 from benchmarks.table import figure, folded
 from demo.timing import synchronize, time_call
 
@@ -169,9 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fills", default=",".join(map(str, FILLS)), help="comma-separated (%(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small tensors: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "small tensors")
     parser.set_defaults(run=run)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks.chunked_variants import SHAPES, TINY, Shape
+from benchmarks.options import add_shared_options, names
 from benchmarks.rounds import Step, in_rounds
 from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure, folded
@@ -78,9 +78,9 @@ def schedules(shape: LossShape, accumulate: Accumulate, rates: Rates) -> dict[Sc
 def steps(shape: Shape, plans: Mapping[Schedule, ChunkPlan], device: str) -> dict[str, Step]:
     """Return a step of each schedule, by its text."""
     torch.manual_seed(0)
-    options = {"device": device, "dtype": torch.bfloat16}
-    hidden = torch.randn(shape.tokens, shape.hidden, **options).requires_grad_()  # type: ignore[arg-type]
-    weight = torch.randn(shape.vocabulary, shape.hidden, **options).mul_(0.02).requires_grad_()  # type: ignore[arg-type]
+    dtype = torch.bfloat16
+    hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=dtype).mul_(0.02).requires_grad_()
     target = torch.randint(shape.vocabulary, (shape.tokens,), device=device)
 
     def step(schedule: Schedule) -> Step:
@@ -131,16 +131,15 @@ def measure(name: str, shape: Shape, tiny: bool, device: str, repeats: int) -> l
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="a small shape: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small shape", repeats=7)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
-    shapes = {"tiny": TINY} if options.tiny else {name: SHAPES[name] for name in options.shapes.split(",")}
+    shapes = (
+        {"tiny": TINY} if options.tiny else {name: SHAPES[name] for name in names(options.shapes, [*SHAPES], "shape")}
+    )
     rows = list[ChoiceRow]()
     options.out.mkdir(parents=True, exist_ok=True)
     for name, shape in shapes.items():

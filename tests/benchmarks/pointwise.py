@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.optim import measure_copy
+from benchmarks.options import add_shared_options
 from benchmarks.rows import Row, Setting, save
 from benchmarks.sets import SETS, parameters
 from benchmarks.table import table
@@ -108,9 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--names", default=",".join(ARGUMENTS), help="comma-separated (%(default)s)")
     parser.add_argument("--peers", action="store_true", help="also torch's foreach, and fused where there is one")
-    parser.add_argument("--tiny", action="store_true", help="a few small tensors: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a few small tensors")
     parser.set_defaults(run=run)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.options import add_shared_options, names
 from benchmarks.rounds import in_rounds, peak_mb
 from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure, folded
@@ -183,18 +183,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--losses", default="tokens,entropy,sequences", help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default="eager,compile,chunk,chunk 1900MiB,chunk 1400MiB,chunk 900MiB")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, repeats=9)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
-    losses, variants = ([name.strip() for name in text.split(",")] for text in (options.losses, options.variants))
-    if unknown := set(losses) - set(LOSSES):
-        raise SystemExit(f"unknown losses {sorted(unknown)}; there are {', '.join(LOSSES)}")
+    losses, variants = names(options.losses, [*LOSSES], "loss"), options.variants.split(",")
     rows = measure(losses, variants, options.tiny, options.device, options.repeats)
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "policy.json")

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from benchmarks.lend import LentRow, lent_table
 from benchmarks.optim import measure, measure_copy
+from benchmarks.options import names
 from benchmarks.processes import MeasurementFailed, run_cold
 from benchmarks.rows import load, to_json
 from benchmarks.sets import specs
-from benchmarks.sweep import COPY, add_sweep_arguments, names, sweep
+from benchmarks.sweep import COPY, add_sweep_arguments, sweep
 from benchmarks.table import table
 from benchmarks.variants import Step, Variant, as_graph, as_it_is, compiled_adam
 
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--sets", default=",".join(SETS), help="comma-separated (%(default)s)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (%(default)s)")
-    add_sweep_arguments(parser, "cuda" if torch.cuda.is_available() else "cpu")
+    add_sweep_arguments(parser)
     parser.add_argument("--no-lend", dest="lend", action="store_false", help="leave out what an arena's release takes")
     parser.set_defaults(run=run)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.options import add_shared_options
 from benchmarks.processes import MeasurementFailed, run_cold
 from benchmarks.rows import Row, from_json, load, save
 
@@ -56,24 +57,9 @@ def sweep(
     return kept + rows, failures
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser, device: str) -> None:
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `sweep` reads."""
     parser.add_argument("--slow", action="store_true", help="also compile over 1000 tensors, minutes each")
-    parser.add_argument("--tiny", action="store_true", help="a few small tensors a set: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a few small tensors a set")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
     parser.add_argument("--row", nargs=2, metavar=("SET", "VARIANT"), help="measure one row here and print its JSON")
-
-
-def names(given: str, known: Sequence[str], what: str) -> list[str]:
-    """The names in a comma-separated list, each of them known.
-
-    >>> names("b,a", ["a", "b"], "letter")
-    ['b', 'a']
-    """
-    found = given.split(",")
-    for name in found:
-        if name not in known:
-            raise SystemExit(f"unknown {what} {name!r}; there are {', '.join(known)}")
-    return found

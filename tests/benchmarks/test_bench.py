@@ -321,7 +321,7 @@ def test_every_figure_is_drawn_from_the_rows_of_a_folder(tmp_path: Path, capsys:
     for rows_of in (Path(__file__).parents[2] / "docs" / "benchmarks").glob("*.json"):
         (tmp_path / rows_of.name).write_bytes(rows_of.read_bytes())
     assert main(["figures", "--out", str(tmp_path)]) == 0
-    drawn = [f"{name}.png" for name in ("optim", "chunked", "padded_ops", "static", "bucketed")]
+    drawn = [f"{name}.png" for name in ("optim", "chunked", "long_rows", "padded_ops", "static", "bucketed")]
     assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in drawn]
     assert all((tmp_path / name).read_bytes().startswith(PNG) for name in drawn)
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import subtensors as st
+from benchmarks.options import add_shared_options
 from benchmarks.rows import Setting, installed, save
 from benchmarks.table import describe, figure, folded
 from demo.timing import seconds, synchronize
@@ -425,9 +426,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--longest", action="store_true", help="find the longest sequence that fits, one a step; no times"
     )
-    parser.add_argument("--tiny", action="store_true", help="a small model: shows that it runs, no more")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
+    add_shared_options(parser, "a small model")
     parser.set_defaults(run=run)
 
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from benchmarks.options import add_shared_options
 from benchmarks.processes import CACHES
 from benchmarks.rows import Setting, installed, load, save
 from benchmarks.varying_cases import CASES, LENGTHS
@@ -252,12 +252,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=150, help="after which no further round begins (%(default)s)")
     parser.add_argument("--limit", type=float, default=120, help="seconds that a first pass may take (%(default)s)")
     parser.add_argument("--beside", type=int, default=4, help="ways that compile at the same time (%(default)s)")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a small model, in this process: shows that it runs, no more"
-    )
+    add_shared_options(parser, "a small model, in this process")
     parser.add_argument("--processes", action="store_true", help="tiny ways in processes, those that compile as well")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep rows already in --out that this run does not measure")
     parser.add_argument("--page", type=Path, help="print the rows of this file as tables of a page, measuring nothing")
     parser.add_argument("--row", metavar="VARIANT", help="measure one way here, told on stdin what to do")
