@@ -33,8 +33,12 @@ from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.torch_internals.ops import binding_of
 
-Program = Callable[[Sequence[PyTree], TrueSizes, Sequence[GradientTracker]], Sequence[Tensor]]
-"""Takes the arguments of a call, storages in place of PaddedTensors, and trackers; returns the results' storages."""
+Program = Callable[[Sequence[PyTree], TrueSizes, Sequence[GradientTracker], Sequence[PyTree]], PyTree]
+"""Takes the arguments of a call with storages in place of PaddedTensors, true sizes, trackers, and the arguments
+themselves; returns what the call does."""
+
+Wrapper = Callable[[Tensor, Layout, TrueSizes, GradientTracker | None], Tensor]
+"""Makes a result of a storage."""
 
 _METADATA = frozenset(
     """shape dtype device ndim is_cuda is_meta is_cpu requires_grad dim size numel is_floating_point is_complex
@@ -56,38 +60,23 @@ class _UnrepeatableError(Exception):
     """A call that another run of the rule may make otherwise."""
 
 
-class Result(NamedTuple):
-    """A result of a recorded call.
-
-    Args:
-        layout: its layout; None of a plain tensor.
-        argument: the position of the argument that is returned; None of a new tensor.
-        tracker: the index of its tracker; None where it has none.
-    """
-
-    layout: Layout | None
-    argument: int | None
-    tracker: int | None
+TrackerNote = tuple[bool, int, Sequence[Sequence[int]]]
+"""Of a tracker, whether its gradient is masked, its uses, and the indices of its conditions."""
 
 
 class Record(NamedTuple):
-    """The torch calls of a call's rules, and what the call makes of their results.
+    """The torch calls of a call's rules.
 
     Args:
-        program: the calls.
-        results: one entry a result.
-        trackers: of each tracker, whether its gradient is masked, its uses, and the indices of its conditions; first
-            those of the operands.
-        kind: the type of several results; None of a single one.
+        program: the calls, and what the call makes of their results.
+        trackers: one entry a tracker, first those of the operands.
         writes: True if it writes to all of the first argument's storage, whose padding is undefined.
         plain_views: the indices of plain results that share an argument's memory; None where no result remembers what
             it is a view of.
     """
 
     program: Program
-    results: Sequence[Result]
-    trackers: Sequence[tuple[bool, int, Sequence[Sequence[int]]]]
-    kind: Callable[[Sequence[Tensor]], PyTree] | None
+    trackers: Sequence[TrackerNote]
     writes: bool
     plain_views: Sequence[int] | None
 
@@ -226,41 +215,48 @@ class RuleRecording(TorchFunctionMode):
             self._trackers.append(tracker)
         return at
 
-    def record(self, values: Sequence[PaddedValue | Tensor | None], kind: type, writes: bool) -> Record | Note:
+    def record(
+        self, values: Sequence[PaddedValue | Tensor | None], kind: type, writes: bool, wrap: Wrapper
+    ) -> Record | Note:
         """Return the calls, to repeat them.
 
         Args:
             values: what the call returns: arguments, and values; nothing if it did more than that, or failed.
             kind: the type of its result, or of the container of several.
             writes: as in `Record`.
+            wrap: makes the results.
         """
         is_single = issubclass(kind, Tensor)
         if not (self.is_repeatable and self._lines and values and (is_single or kind in _KINDS)):
             return Note.UNREPEATABLE
-        names, results = list[str](), list[Result]()
+        names, results = list[str](), list[str]()
         for x in values:
             if not isinstance(x, PaddedValue):
-                names.append("None")
-                results += [Result(None, i, None) for i, source in enumerate(self._sources) if source is x][:1]
+                names += [f"arguments[{i}]" for i, source in enumerate(self._sources) if source is x][:1]
+                results += names[-1:]
                 continue
             if id(x.dense) not in self._names or (x.sizes is not self._sizes and x.padded_dims):
                 return Note.UNREPEATABLE
-            names.append(self._names[id(x.dense)])
-            layout = x.layout() if x.padded_dims else None
-            results.append(Result(layout, None, None if x.tracker is None else self._tracker(x.tracker)))
-        if len(results) < len(values) or len({*names}) < len(names):
+            name = self._names[id(x.dense)]
+            names.append(name)
+            if x.padded_dims:
+                own = None if x.tracker is None else f"trackers[{self._tracker(x.tracker)}]"
+                name = f"{self._constant(wrap)}({name}, {self._constant(x.layout())}, sizes, {own})"
+            results.append(name)
+        if len(names) < len(values) or len({*names}) < len(names):
             return Note.UNREPEATABLE
+        made = results[0] if is_single else f"{self._constant(kind)}(({', '.join(results)},))"
         trackers = []
         for tracker in self._trackers:  # which grow while their conditions are read
             each = [[self._tracker(result) for result in results] for results in tracker.conditions]
             trackers.append((tracker.is_masked, tracker.uses, each))
-        source = "\n    ".join([*_freeing(self._lines, names), f"return ({', '.join(names)},)"])
+        source = "\n    ".join([*_freeing(self._lines, names), f"return {made}"])
         program = FunctionType(_compiled(source), self._constants)
         views = {x.view for x in values if isinstance(x, PaddedValue) and x.view}
         has_views = "copy" in views or ("alias" in views and torch.is_grad_enabled())
-        given = zip(values, results, strict=True)
-        plain = [i for i, (x, own) in enumerate(given) if own.layout is None and getattr(x, "view", "") == "alias"]
-        return Record(program, results, trackers, None if is_single else kind, writes, plain if has_views else None)
+        given = [(i, x) for i, x in enumerate(values) if isinstance(x, PaddedValue)]
+        plain = [i for i, x in given if x.view == "alias" and not x.padded_dims]
+        return Record(program, trackers, writes, plain if has_views else None)
 
 
 _KINDS = {tuple, list, *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type))}
@@ -278,7 +274,7 @@ def _freeing(lines: Sequence[str], kept: Sequence[str]) -> list[str]:
 @functools.lru_cache(4096)
 def _compiled(source: str) -> CodeType:
     found: dict[str, PyTree] = {}
-    exec(f"def program(given, sizes, trackers):\n    {source}", found)  # the text above
+    exec(f"def program(given, sizes, trackers, arguments):\n    {source}", found)  # the text above
     code: CodeType = found["program"].__code__
     return code
 

@@ -57,6 +57,7 @@ class TrueSizes:
         host: tuple[HostSize, ...] | None = None,
     ) -> None:
         self.symbols, self.buckets, self.values = symbols, buckets, values
+        self.is_cuda = values.is_cuda
         self.key = SizeKey(symbols, buckets)
         self._host = host
         self.masks: dict[Hashable, Tensor] = {}
@@ -107,7 +108,7 @@ class TrueSizes:
     @property
     def is_captured(self) -> bool:
         """Return whether work on these sizes is being captured into a CUDA graph, which serves other sizes too."""
-        return self.values.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def set(self, host: Sequence[HostSize]) -> None:
         """Set the symbols to other values, in the memory that a captured graph reads.

@@ -5,10 +5,12 @@ One function each, with the versions checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from subtensors.dispatch.torch_internals.requires import requires
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     Keys = tuple[DispatchKeySet, DispatchKeySet]
 
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+
+# Of `is_intercepted`, which every call on a PaddedTensor asks, and which is another function where one is missing.
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", bool)
+_count_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
+_transform_level: Callable[[], int | None] = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", int)
 
 
 @requires("torch._C._dispatch_tls_local_include_set", "torch._C._dispatch_tls_local_exclude_set")
@@ -121,6 +128,9 @@ def is_traced(tensor: torch.Tensor) -> bool:
 )
 def is_intercepted() -> bool:
     """Return whether autocast, a mode that intercepts ops or a transform is active. Checked on 2.11, 2.13."""
-    if torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+    return (
+        _is_any_autocast_enabled()
+        or _count_modes() > 0
+        or _transform_level() is not None
+        or forward_ad._current_level >= 0
+    )

@@ -24,11 +24,11 @@ from subtensors.dispatch.ops.lazy_storage import (
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
-from subtensors.dispatch.padded.padded_value import FINITE_FILL, PaddedValue
+from subtensors.dispatch.padded.padded_value import FINITE_FILL, Layout, PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
-from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap
+from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap, wrap_layout
 from subtensors.padded.views import refresh_view, remember_views, track_plain_views
 
 
@@ -40,13 +40,28 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
     if not value.padded_dims:
         return value.dense
     if type(value.dense) not in LAZY_TYPES:
-        return Wrap.apply(value.dense, value) if value.is_tracked else make_padded(value)  # type: ignore[no-untyped-call, no-any-return]
+        return wrap_storage(value.dense, value.layout(), value.sizes, value.tracker)
     out = make_padded(value)
     track_storage(out)
     if value.dense.requires_grad and traced_storage(value.dense) is None:
         with torch._C.DisableTorchFunctionSubclass():
             set_leaf_hooks(out.requires_grad_(), GRADIENT_HOOKS)
     return out
+
+
+def wrap_storage(
+    dense: Tensor, layout: Layout, sizes: TrueSizes | None, tracker: GradientTracker | None
+) -> PaddedTensor:
+    """Return a PaddedTensor of a storage, tracked by autograd if that is.
+
+    Args:
+        dense: the storage, of a plain type.
+        layout, sizes: those of the value.
+        tracker: the knowledge of the gradient that arrives at it, if it has one.
+    """
+    if dense.requires_grad and torch.is_grad_enabled():
+        return Wrap.apply(dense, layout, sizes, tracker)  # type: ignore[no-untyped-call, no-any-return]
+    return wrap_layout(dense, layout, sizes, tracker)
 
 
 def track_storage(x: PaddedTensor) -> None:
@@ -102,8 +117,8 @@ def unwrap_with_grad(x: Tensor) -> PaddedValue:
             return _in_this_graph(x, value, storage)
         return value if x.grad_fn is None or x is value.dense else unwrap_with_grad(_source_of(x, x.grad_fn))
     if isinstance(x, PaddedTensor) and torch.is_grad_enabled() and x.requires_grad:
-        tracker = GradientTracker()
-        return replace(value, dense=Unwrap.apply(x, tracker), tracker=tracker)  # type: ignore[no-untyped-call]
+        value.tracker = GradientTracker()
+        value.dense = Unwrap.apply(x, value.tracker)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -194,9 +209,8 @@ class Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: UnwrapContext, x: PaddedTensor, tracker: GradientTracker) -> Tensor:
         """Return an alias of the storage."""
-        value = unwrap(x)
-        ctx.dims, ctx.sizes, ctx.tracker = value.dims, value.sizes, tracker
-        return value.dense.view_as(value.dense)
+        ctx.dims, ctx.sizes, ctx.tracker = x._layout.dims, x._sizes, tracker
+        return x._dense.view_as(x._dense)
 
     @staticmethod
     def backward(ctx: UnwrapContext, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -218,19 +232,21 @@ class Wrap(torch.autograd.Function):
     """A PaddedTensor of a storage; the gradient is its gradient's storage."""
 
     @staticmethod
-    def forward(ctx: WrapContext, dense: Tensor, value: PaddedValue) -> PaddedTensor:
+    def forward(
+        ctx: WrapContext, dense: Tensor, layout: Layout, sizes: TrueSizes | None, tracker: GradientTracker | None
+    ) -> PaddedTensor:
         """Return the wrapped value."""
-        ctx.tracker = value.tracker or GradientTracker()
+        ctx.tracker = tracker or GradientTracker()
         ctx.index = len(ctx.tracker.outside)
         ctx.tracker.outside.append(False)
-        return make_padded(replace(value, dense=dense.detach(), tracker=None))
+        return wrap_layout(dense.detach(), layout, sizes)
 
     @staticmethod
-    def backward(ctx: WrapContext, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: WrapContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the storage of the gradient; a plain gradient has the bucket's shape already."""
         gradient = gradients[0]
         ctx.tracker.outside[ctx.index] = isinstance(gradient, PaddedTensor) and gradient._fill == 0
-        return unwrap_with_grad(gradient).dense, None
+        return unwrap_with_grad(gradient).dense, None, None, None
 
 
 def dense_of(x: PaddedTensor) -> Tensor:

@@ -11,12 +11,11 @@ and new wrappers. If a rule asked the host for true sizes, its record is one of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled, get_default_dtype, is_grad_enabled
 from torch._ops import OpOverload
-from torch.nn import functional
 
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map_only
@@ -25,12 +24,12 @@ from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.interpreter import is_observed
 from subtensors.dispatch.padded.padded_size import PADDED_SIZES
 from subtensors.dispatch.padded.padded_value import PaddedValue
-from subtensors.dispatch.padded.recorded_rules import Note, Record, Result, RuleRecording
+from subtensors.dispatch.padded.recorded_rules import Note, Record, RuleRecording, TrackerNote
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
-from subtensors.padded.autograd import unwrap_with_grad, wrap_results, wrap_with_grad
+from subtensors.dispatch.torch_internals.dispatcher import is_intercepted
+from subtensors.padded.autograd import Unwrap, unwrap_with_grad, wrap_results, wrap_storage
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap_layout
 from subtensors.padded.views import is_current, refresh_copies, remember_views
 
@@ -51,6 +50,7 @@ SHAPE_OPS: dict[Callable[..., PyTree], OpOverload] = {
 }
 """Functions of a list of sizes, or of as many arguments, and the op that each is."""
 
+_GET_ITEM = Tensor.__getitem__
 _TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _LISTS = frozenset([tuple, list])
 _SEQUENCES = frozenset([tuple, list, torch.Size])
@@ -73,7 +73,7 @@ CallKey = tuple[Key, Sequence[PyTree], list[PyTree], TrueSizes, bool]
 _calls: dict[Key, Record | Note] = {}
 """What is known of each call."""
 
-repeated_functions: set[Callable[..., PyTree]] = {functional.dropout, *SHAPE_OPS}
+repeated_functions: set[Callable[..., PyTree]] = {*SHAPE_OPS}
 """The functions of which some call is recorded."""
 
 
@@ -88,10 +88,10 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
             args = args[0], args[1:]
         func = SHAPE_OPS[func]
     given = (*args, *kwargs.values()) if kwargs else args
-    values = [func, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+    values = [func, get_default_dtype(), are_deterministic_algorithms_enabled(), *kwargs]
     operands: list[PyTree] = []
     tensors: list[Tensor] = []
-    sizes = _add(given, values, operands, tensors, None, func is Tensor.__getitem__)
+    sizes = _add(given, values, operands, tensors, None, func is _GET_ITEM)
     if sizes is None:
         raise KeyError
     if len(tensors) > 1:
@@ -100,7 +100,7 @@ def call_key(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> CallKey
         if len({*ids}) < len(ids):
             values.append(tuple(map(ids.index, ids)))
     is_tracked = False
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
             tracked = tuple([x.requires_grad for x in tensors])
         is_tracked = True in tracked
@@ -167,7 +167,9 @@ def _alike(own: TrueSizes | None, sizes: TrueSizes | None, values: list[object])
     if own is None or not (sizes is None or sizes is own or sizes.agree_with(own)):
         raise KeyError
     # Rules compare sizes for every value up to their buckets, which are part of the kind; a capture serves other sizes.
-    values += (own.kind, own.is_captured)
+    values.append(own.kind)
+    if own.is_cuda:
+        values.append(own.is_captured)
     return own if sizes is None else sizes
 
 
@@ -208,67 +210,49 @@ def try_fast_path(
         func, args, kwargs: the call.
         again: takes the same result again, of which an argument may be the base; `func` by default.
     """
-    if func is functional.dropout and _drops_nothing(*args, **kwargs):
-        return args[0]
-    if dispatcher.is_intercepted() or is_observed():
+    if is_intercepted() or is_observed():
         return NotImplemented
     try:
         key, given, operands, sizes, is_tracked = call_key(func, args, kwargs)
     except KeyError:
         return NotImplemented
-    known = _known(key, sizes)[1]
+    known = _calls.get(key)
     if type(known) is not Record:
-        return NotImplemented
-    program, kept, all_trackers, kind, writes, plain_views = known
-    trackers: list[GradientTracker] = []
+        known = _known(key, sizes)[1]
+        if type(known) is not Record:
+            return NotImplemented
+    program, all_trackers, writes, plain_views = known
     if is_tracked:
-        operands = _tracked(given, trackers)
-        trackers += [GradientTracker(is_masked) for is_masked, *_ in all_trackers[len(trackers) :]]
-        for tracker, (_, uses, conditions) in zip(trackers, all_trackers, strict=True):
-            tracker.uses, tracker.conditions = uses, [[trackers[i] for i in each] for each in conditions]
-    found = program(operands, sizes, trackers)
+        operands, trackers = _tracked(given, all_trackers)
+        results = program(operands, sizes, trackers, given)
+    else:
+        results = program(operands, sizes, (), given)
     if writes:
         refresh_copies(args[0])
-    listed: list[Tensor]
-    if kind is None and kept[0].layout is not None and not is_tracked:  # as below, in less time
-        listed = [wrap_layout(found[0], kept[0].layout, sizes)]
-        results = listed[0]
-    else:
-        listed = [_wrapped(*pair, given, sizes, trackers) for pair in zip(kept, found, strict=True)]
-        results = listed[0] if kind is None else kind(listed)
     if plain_views is not None:
+        listed = [results] if isinstance(results, Tensor) else results
         remember_views(again or func, args, kwargs, results, [listed[i] for i in plain_views])
     return results
 
 
-def _wrapped(
-    result: Result, t: Tensor, given: Sequence[PyTree], sizes: TrueSizes, trackers: Sequence[GradientTracker]
-) -> Tensor:
-    layout, argument, at = result
-    if argument is not None:
-        returned: Tensor = given[argument]
-        return returned
-    if layout is None or not t.requires_grad:
-        return t if layout is None else wrap_layout(t, layout, sizes)
-    tracker = None if at is None else trackers[at]
-    return wrap_with_grad(PaddedValue(t, layout.dims, sizes, layout.fill, layout.view, tracker))
+def _tracked(given: Sequence[PyTree], notes: Sequence[TrackerNote]) -> tuple[PyTree, list[GradientTracker]]:
+    """Return arguments with storages that autograd tracks, each tensor's once, and the trackers of a call."""
+    trackers = [GradientTracker(is_masked) for is_masked, *_ in notes]
+    for tracker, (_, uses, conditions) in zip(trackers, notes, strict=True):
+        tracker.uses, tracker.conditions = uses, [[trackers[i] for i in each] for each in conditions]
+    with torch._C.DisableTorchFunctionSubclass():
+        return _tracked_storages(given, iter(trackers), {}), trackers
 
 
-def _tracked(given: Sequence[PyTree], trackers: list[GradientTracker]) -> PyTree:
-    """Return arguments with storages that autograd tracks, each tensor's once; add the trackers of their gradients."""
-    found: dict[int, PaddedValue] = {}
-
-    def storage(x: PaddedTensor) -> Tensor:
-        if id(x) not in found:
-            value = found[id(x)] = unwrap_with_grad(x)
-            trackers.extend([] if value.tracker is None else [value.tracker])
-        return found[id(x)].dense
-
-    return tree_map_only(PaddedTensor, storage, [*given])
-
-
-def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return not training and 0 <= p <= 1
+def _tracked_storages(given: PyTree, trackers: Iterator[GradientTracker], found: dict[int, Tensor]) -> list[PyTree]:
+    storages: list[PyTree] = []
+    for x in given:
+        kind = type(x)
+        if kind is PaddedTensor and id(x) not in found:
+            found[id(x)] = Unwrap.apply(x, next(trackers)) if x.requires_grad else x._dense  # type: ignore[no-untyped-call]
+        is_list = kind is tuple or kind is list
+        storages.append(_tracked_storages(x, trackers, found) if is_list else found.get(id(x), x))
+    return storages
 
 
 class CallRecording:
@@ -282,12 +266,12 @@ class CallRecording:
         self.context: RuleRecording | contextlib.nullcontext[None] = contextlib.nullcontext()
         """What the rules run in."""
         self._func = func
-        if dispatcher.is_intercepted() or is_observed() or not _is_torchs(func):
+        if is_intercepted() or is_observed() or not _is_torchs(func):
             return
         if has_saved_tensor_hooks():  # which may call torch themselves
             return
         try:
-            self._key, given, _, self._sizes, _ = call_key(func, args, kwargs)
+            self._key, given, _, self._sizes, self._is_tracked = call_key(func, args, kwargs)
         except KeyError:
             return
         key, known = _known(self._key, self._sizes)
@@ -320,7 +304,7 @@ class CallRecording:
         recording = self.context
         if not isinstance(recording, RuleRecording):
             return
-        record = recording.record(values, kind, writes)
+        record = recording.record(values, kind, writes, wrap_storage if self._is_tracked else wrap_layout)
         key = self._key
         if recording.reads_host:
             _remember(key, Note.READS_HOST)

@@ -332,23 +332,25 @@ class PaddedTensor(Tensor):
 
 def make_padded(value: PaddedValue) -> PaddedTensor:
     """A PaddedTensor of a value, without an autograd connection between the two."""
-    out = wrap_layout(value.dense, value.layout(), value.sizes)
-    out._tracker = value.tracker
-    return out
+    return wrap_layout(value.dense, value.layout(), value.sizes, value.tracker)
 
 
 _make_wrapper: Callable[..., PaddedTensor] = Tensor._make_wrapper_subclass
 
 
-def wrap_layout(dense: Tensor, layout: Layout, sizes: TrueSizes | None) -> PaddedTensor:
+def wrap_layout(
+    dense: Tensor, layout: Layout, sizes: TrueSizes | None, tracker: GradientTracker | None = None
+) -> PaddedTensor:
     """`make_padded` of a value with this layout."""
-    shape, dtype, device = dense.shape, dense.dtype, dense.device
+    shape, dtype, device = dense.shape, layout.dtype, layout.device
     if type(dense) is Tensor and dense.is_contiguous() and not dense.storage_offset():
         out = _make_wrapper(PaddedTensor, shape, dtype=dtype, device=device)
     else:
         strides, offset = dense.stride(), dense.storage_offset()
         out = _make_wrapper(PaddedTensor, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
     out._dense, out._sizes, out._layout = dense, sizes, layout
+    if tracker is not None:
+        out._tracker = tracker
     if layout.fill == EDGE_FILL:
         # A write to valid values leaves the padding unchanged, so it no longer repeats the edge.
         out._fill_version = dense._version

@@ -33,6 +33,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
@@ -148,6 +149,8 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
     is_repeated = func in fast_path.repeated_functions
     if is_repeated and (answer := fast_path.try_fast_path(func, args, kwargs)) is not NotImplemented:
         return answer
+    if func is functional.dropout and _drops_nothing(*args, **kwargs):
+        return args[0]
     if func in _COMMON_GETTERS:
         if func == _SHAPE and not ops.is_tracing():
             return shape_of(args[0])
@@ -203,6 +206,10 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             return assign_at_index(*args)
     # Outside of the handler: an error of the caller's own has no other error behind it.
     return run_on_unpadded_data(func, args, kwargs, reason)
+
+
+def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return not training and 0 <= p <= 1
 
 
 def _without_warnings(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
