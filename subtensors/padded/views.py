@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def remember_views(
         out: its result.
         plain_views: the plain tensors in the result that share an argument's memory.
     """
-    given = tree_find(PaddedTensor, (args, kwargs))
+    # Torch takes views of arguments by position, or of those in a list.
+    given = [x for x in args if type(x) is PaddedTensor] or tree_find(PaddedTensor, (args, kwargs))
     if not given or given[0]._dense.is_inference():
         return
     for plain_view in plain_views:
@@ -40,17 +42,13 @@ def remember_views(
         # An argument among the results, such as `out=`, is no view that this call took.
         if not isinstance(result, PaddedTensor) or any(result is x for x in given):
             continue
-        if result._view == "copy" or (result._view and (torch.is_grad_enabled() or is_lazy(result._dense))):
+        is_copy = result._view == "copy"
+        if is_copy or (result._view and (torch.is_grad_enabled() or is_lazy(result._dense))):
             base = _base_of(result._dense, given)
-            if result._view == "copy":
+            if is_copy:
                 for x in _with_bases(base):
                     x._copied_views = [*(view for view in x._copied_views if view() is not None), weakref.ref(result)]
-            result._view_source = ViewSource(
-                # A base that is itself a view may have no other holder, as in `x.flatten()[2:4].zero_()`.
-                weakref.ref(base) if result._view == "copy" and not base._view else lambda base=base: base,  # type: ignore[misc]
-                _view_of(func, args, kwargs, base, i),
-                _versions(base, result._view == "copy"),
-            )
+            result._view_source = _source_of(base, func, args, kwargs, i, is_copy)
 
 
 def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
@@ -61,23 +59,35 @@ def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
     return next((x for x in given if storage_id(x._dense) == storage), given[0])
 
 
-def _view_of(
-    func: Callable[..., PyTree], args: Args, kwargs: Kwargs, base: PaddedTensor, index: int
-) -> Callable[[PaddedTensor], Tensor]:
-    """Return a function that takes a result of a call, again, of another tensor in place of its base."""
-    # What is repeated doesn't keep the base alive.
-    without_base = tree_map_only(PaddedTensor, lambda t: _IsBase() if t is base else t, (args, kwargs))
-
-    def view(x: PaddedTensor) -> Tensor:
-        new_args, new_kwargs = tree_map_only(_IsBase, lambda _: x, without_base)
-        result: Tensor = tree_find(Tensor, func(*new_args, **new_kwargs))[index]
-        return result
-
-    return view
-
-
 class _IsBase:
-    """The place of a view's base in the call that takes the view."""
+    """The place of a view's base in the call that takes the view, where that doesn't keep the base alive."""
+
+
+def _source_of(
+    base: PaddedTensor, func: Callable[..., PyTree], args: Args, kwargs: Kwargs, index: int, is_copy: bool
+) -> ViewSource:
+    """Return the source of a view: its base, and the call of which it is a result."""
+    versions = _versions(base, is_copy)
+    # A base that is itself a view may have no other holder, as in `x.flatten()[2:4].zero_()`.
+    if is_copy and not base._view:
+        place = _IsBase()
+        call = tree_map_only(PaddedTensor, lambda t: place if t is base else t, (args, kwargs))
+        return ViewSource(weakref.ref(base), _View(func, call, place, index), versions)
+    return ViewSource(lambda: base, _View(func, (args, kwargs), base, index), versions)
+
+
+class _View(NamedTuple):
+    """A result of a call, taken again of another tensor in place of its base."""
+
+    func: Callable[..., PyTree]
+    call: tuple[Args, Kwargs]
+    place: PaddedTensor | _IsBase
+    index: int
+
+    def __call__(self, x: PaddedTensor) -> Tensor:
+        args, kwargs = tree_map_only((PaddedTensor, _IsBase), lambda t: x if t is self.place else t, self.call)
+        result: Tensor = tree_find(Tensor, self.func(*args, **kwargs))[self.index]
+        return result
 
 
 def refresh_view(x: PaddedTensor) -> PaddedTensor:

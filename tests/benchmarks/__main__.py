@@ -20,6 +20,7 @@ from benchmarks import (
     lend,
     long_rows,
     optim,
+    padded_calls,
     padded_ops,
     plan_choice,
     pointwise,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "bucketed-training": ("training on batches of varying lengths, the same ways", bucketed_training.add_arguments),
     "varying": ("whole jobs over varying lengths: eager, compiled, by hand, packed and here", varying.add_arguments),
     "padded-ops": ("ops over what is real in a padded tensor, beside masked torch", padded_ops.add_arguments),
+    "padded-calls": ("what an eager padded call takes the host, beside a plain one", padded_calls.add_arguments),
     "figures": ("draw what the rows of a folder show, measuring nothing", figures.add_arguments),
 }
 

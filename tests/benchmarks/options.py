@@ -24,13 +24,13 @@ def add_shared_options(parser: argparse.ArgumentParser, tiny: str = "small sizes
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results (%(default)s)")
 
 
-def names(given: str, known: Sequence[str], what: str) -> list[str]:
-    """The names in a comma-separated list, each of them known.
+def names(given: str, known: Sequence[str], what: str, separator: str = ",") -> list[str]:
+    """The names in a list, each of them known.
 
     >>> names("b, a", ["a", "b"], "letter")
     ['b', 'a']
     """
-    found = [name.strip() for name in given.split(",")]
+    found = [name.strip() for name in given.split(separator)]
     for name in found:
         if name not in known:
             raise SystemExit(f"unknown {what} {name!r}; there are {', '.join(known)}")

@@ -1,0 +1,148 @@
+"""The benchmark of what an eager call on a PaddedTensor takes the host, beside the same call on a plain tensor.
+
+Tensors are small, so that what is timed is the call: a bucket of (4, 32, 64) float32, 29 of 32 positions valid. Calls
+of both are timed in turn, and the least time of each counts, as nothing makes the host faster than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+import subtensors as st
+from benchmarks.options import add_shared_options, names
+from benchmarks.rows import Setting, save
+from benchmarks.table import describe, figure, folded
+
+ROWS, SEQ, VALID, WIDTH = 4, 32, 29, 64
+
+WINDOW = 4e-4
+"""Seconds that calls are timed together."""
+
+Call = Callable[..., Any]
+
+CALLS: dict[str, Call] = {
+    "relu": lambda x, y: F.relu(x),
+    "gelu": lambda x, y: F.gelu(x),
+    "x + y": lambda x, y: x + y,
+    "x * 2.0": lambda x, y: x * 2.0,
+    "x > 0": lambda x, y: x > 0,
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "clone": lambda x, y: x.clone(),
+    "half": lambda x, y: x.half(),
+    "sum(-1)": lambda x, y: x.sum(-1),
+    "sum(1), over padding": lambda x, y: x.sum(1),
+    "mean(1), over padding": lambda x, y: x.mean(1),
+    "amax(1), over padding": lambda x, y: x.amax(1),
+    "argmax(1), over padding": lambda x, y: x.argmax(1),
+    "cumsum(1), over padding": lambda x, y: x.cumsum(1),
+    "softmax(-1)": lambda x, y: x.softmax(-1),
+    "softmax(1), over padding": lambda x, y: x.softmax(1),
+    "layer_norm": lambda x, y: F.layer_norm(x, (WIDTH,)),
+    "rms_norm": lambda x, y: F.rms_norm(x, (WIDTH,)),
+    "x.mT @ y, over padding": lambda x, y: x.mT @ y,
+    "attention": lambda x, y: F.scaled_dot_product_attention(x, y, y),
+    "cat": lambda x, y: torch.cat([x, y], -1),
+    "chunk": lambda x, y: x.chunk(2, -1),
+    "transpose": lambda x, y: x.transpose(1, 2),
+    "unsqueeze": lambda x, y: x.unsqueeze(1),
+    "view": lambda x, y: x.view(ROWS, -1, 8, WIDTH // 8),
+    "x[:, 1:]": lambda x, y: x[:, 1:],
+    "x[..., 0]": lambda x, y: x[..., 0],
+}
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """What a call takes the host.
+
+    Args:
+        call: its name.
+        tracked: whether autograd tracks it.
+        plain_us, padded_us: microseconds.
+        setting: where it was measured.
+    """
+
+    call: str
+    tracked: bool
+    plain_us: float
+    padded_us: float
+    setting: Setting = field(repr=False)
+
+    @property
+    def times(self) -> float:
+        """How often the plain call fits into the padded one."""
+        return self.padded_us / self.plain_us
+
+
+def least(call: Call, operands: Sequence[Tensor], repeats: int) -> float:
+    """Return the least time of a call, in microseconds, over windows of some calls each."""
+    best = math.inf
+    count = 2
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(count):
+            call(*operands)
+        took = time.perf_counter() - began
+        best = min(best, took / count)
+        count = max(2, round(WINDOW / best))
+    return best * 1e6
+
+
+def measure(name: str, tracked: bool, device: str, tiny: bool, repeats: int) -> CallRow:
+    """Measure a call of plain and of padded tensors in turn; both are made before they are timed."""
+    torch.manual_seed(0)
+    seq = st.Dim("seq", max=SEQ, buckets=[SEQ])
+    padded = [st.pad(torch.randn(ROWS, VALID, WIDTH, device=device), {1: seq}) for _ in range(2)]
+    plain = [x.dense.clone() for x in padded]
+    for x in (*padded, *plain):
+        x.requires_grad_(tracked)
+    call = CALLS[name]
+    for _ in range(4):  # taken apart, recorded, repeated
+        call(*padded)
+    taken = [(least(call, plain, 5), least(call, padded, 5)) for _ in range(repeats)]
+    plain_us, padded_us = (min(times) for times in zip(*taken, strict=True))
+    return CallRow(name, tracked, plain_us, padded_us, Setting.now(device, tiny))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options."""
+    parser.add_argument("--calls", help="separated by semicolons; all by default")
+    add_shared_options(parser, "few windows", repeats=40)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what the options ask for; returns the exit status."""
+    calls = [*CALLS] if options.calls is None else names(options.calls, [*CALLS], "call", ";")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [
+            measure(name, tracked, options.device, options.tiny, 1 if options.tiny else options.repeats)
+            for tracked in (False, True)
+            for name in calls
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(rows, options.out / "padded_calls.json")
+    console = Console()
+    for tracked in (False, True):
+        own = [row for row in rows if row.tracked is tracked]
+        cells = [[row.call, figure(row.plain_us, 3), figure(row.padded_us, 3), figure(row.times, 3)] for row in own]
+        title = f"{describe(own)}\n{'with gradients' if tracked else 'without gradients'}"
+        console.print(folded(title, ["call", "plain us", "padded us", "times"], cells, names=1))
+        mean = math.exp(sum(math.log(row.times) for row in own) / len(own))
+        within = sum(row.times <= 5 for row in own)
+        console.print(f"geometric mean {figure(mean, 3)} times; at most 5 times: {within} of {len(own)} calls")
+    return 0
