@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,17 +76,18 @@ def _source_of(
     return ViewSource(lambda: base, _View(func, (args, kwargs), base, index), versions)
 
 
-class _View(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _View:
     """A result of a call, taken again of another tensor in place of its base."""
 
     func: Callable[..., PyTree]
     call: tuple[Args, Kwargs]
     place: PaddedTensor | _IsBase
-    index: int
+    position: int
 
     def __call__(self, x: PaddedTensor) -> Tensor:
         args, kwargs = tree_map_only((PaddedTensor, _IsBase), lambda t: x if t is self.place else t, self.call)
-        result: Tensor = tree_find(Tensor, self.func(*args, **kwargs))[self.index]
+        result: Tensor = tree_find(Tensor, self.func(*args, **kwargs))[self.position]
         return result
 
 
