@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> int:
         wanted = [name for name in wanted if "Liger" not in name]  # its kernels run on a GPU
     with tempfile.TemporaryDirectory() as folder:
         given = wanted, options.tiny, options.device, options.processes, options.repeats, folder
-        mp.start_processes(_process, given, nprocs=options.processes, start_method="spawn")
+        mp.spawn(_process, given, nprocs=options.processes)  # type: ignore[no-untyped-call]
         rows = [from_json(ShardedRow, line) for line in Path(folder, "rows").read_text().splitlines()]
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "sharded_head.json")
