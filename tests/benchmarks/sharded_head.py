@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.multiprocessing.spawn import spawn
 
 import subtensors as st
 from benchmarks.options import add_shared_options, names
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> int:
         wanted = [name for name in wanted if "Liger" not in name]  # its kernels run on a GPU
     with tempfile.TemporaryDirectory() as folder:
         given = wanted, options.tiny, options.device, options.processes, options.repeats, folder
-        mp.spawn(_process, given, nprocs=options.processes)  # type: ignore[no-untyped-call]
+        spawn(_process, given, nprocs=options.processes)  # type: ignore[no-untyped-call]  # torch's has no types
         rows = [from_json(ShardedRow, line) for line in Path(folder, "rows").read_text().splitlines()]
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "sharded_head.json")
