@@ -176,7 +176,8 @@ def bordered(
         if tree_has(PaddedSize, widths):
             raise UnsupportedCall("a border of values is as wide as a padded size")
         return _bordered_by_values(call, x, mode, widths)
-    value, dims, sizes, touched = value or 0, list(x.dims), sizes_with(x.sizes, *widths), []
+    value = 0 if value is None else value  # -0.0 is another number than 0
+    dims, sizes, touched = list(x.dims), sizes_with(x.sizes, *widths), []
     for i, (left, right) in enumerate(zip(padding[::2], padding[1::2], strict=False)):
         d = x.dim() - 1 - i
         bucket = x.shape[d] + int(left) + int(right)

@@ -87,3 +87,15 @@ def test_a_border_wider_than_the_true_size_raises_as_in_torch() -> None:
         for mode, width in (("reflect", 3), ("circular", 4)):
             with pytest.raises(RuntimeError):
                 F.pad(x, (width, 0), mode)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0])
+@pytest.mark.parametrize("padding", [1.0, 0.0, -0.0])
+def test_a_border_has_the_sign_of_its_zero(value: float, padding: float) -> None:
+    t = torch.randn(2, 5)
+    x = st.pad(t, {1: SEQ}, value=padding)
+    actual = F.pad(x, (1, 2, 1, 0), value=value).unpad()
+    expected = F.pad(t, (1, 2, 1, 0), value=value)
+    assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
+    flat = (1 / F.pad(x, (0, 0, 1, 0), value=value)).amin(0)  # infinite at the border, by its sign
+    torch.testing.assert_close(flat.unpad(), (1 / F.pad(t, (0, 0, 1, 0), value=value)).amin(0))
