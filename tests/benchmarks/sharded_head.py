@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import random
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,12 +24,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.multiprocessing.spawn import spawn
 
 import subtensors as st
 from benchmarks.options import add_shared_options, names
+from benchmarks.ranks import on_ranks
 from benchmarks.rounds import peak_mb
-from benchmarks.rows import Setting, from_json, save, to_json
+from benchmarks.rows import Setting, save
 from benchmarks.table import describe, figure, folded
 from demo.timing import Span, synchronize
 
@@ -139,8 +135,9 @@ def true_gradient(hidden: Tensor, weights: list[Tensor], target: Tensor) -> Tens
     return found
 
 
-def rows_of_process(ways: Mapping[str, Way], tiny: bool, device: str, repeats: int) -> list[ShardedRow]:
-    """Measure all ways in this process; each row is the same in all processes."""
+def rows_of_process(names: Sequence[str], tiny: bool, device: str, repeats: int) -> list[ShardedRow]:
+    """Measure ways in this process, as all others do; returns rows of all processes."""
+    ways = {name: WAYS[name] for name in names}
     processes, rank = dist.get_world_size(), dist.get_rank()
     tokens, width, classes = TINY if tiny else (TOKENS, WIDTH, CLASSES)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -187,24 +184,6 @@ def rows_of_process(ways: Mapping[str, Way], tiny: bool, device: str, repeats: i
     return rows
 
 
-def _process(rank: int, names: list[str], tiny: bool, device: str, processes: int, repeats: int, folder: str) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(seconds=300),
-    )
-    rows = rows_of_process({name: WAYS[name] for name in names}, tiny, device, repeats)
-    if rank == 0:
-        Path(folder, "rows").write_text("\n".join(map(to_json, rows)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--variants", default=";".join(WAYS), help="separated by semicolons (%(default)s)")
@@ -216,14 +195,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
     wanted = names(options.variants, [*WAYS], "variant", ";")
-    if options.device == "cuda" and torch.cuda.device_count() < options.processes:
-        raise SystemExit(f"{options.processes} processes need a GPU each; there are {torch.cuda.device_count()}")
     if options.device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         wanted = [name for name in wanted if "Liger" not in name]  # its kernels run on a GPU
-    with tempfile.TemporaryDirectory() as folder:
-        given = wanted, options.tiny, options.device, options.processes, options.repeats, folder
-        spawn(_process, given, nprocs=options.processes)  # type: ignore[no-untyped-call]  # torch's has no types
-        rows = [from_json(ShardedRow, line) for line in Path(folder, "rows").read_text().splitlines()]
+    given = wanted, options.tiny, options.device, options.repeats
+    rows = on_ranks(rows_of_process, options.processes, options.device, *given)
     options.out.mkdir(parents=True, exist_ok=True)
     save(rows, options.out / "sharded_head.json")
     lines = [[row.variant, figure(row.step_ms), figure(row.peak_mb), figure(row.weight_error, 2)] for row in rows]

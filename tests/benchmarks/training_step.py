@@ -21,12 +21,15 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend
 
 import subtensors as st
 from benchmarks.options import add_shared_options
+from benchmarks.ranks import on_ranks
 from benchmarks.rows import Setting, installed, save
 from benchmarks.table import describe, figure, folded
 from demo.timing import seconds, synchronize
@@ -188,7 +191,8 @@ class StepRow:
         model: its type.
         loss: "sft" or "grpo".
         variant: which way.
-        batch, length: sequences a step, and tokens of each.
+        processes: how many, a GPU each, with FSDP2 at its default flags where there are several.
+        batch, length: sequences a step of each process, and tokens of each.
         first_s: the first step in this process, with what it compiles.
         step_ms: of a whole step up to a synchronized device; mean.
         interval_ms: half of its 95% interval.
@@ -201,6 +205,7 @@ class StepRow:
     model: str
     loss: str
     variant: str
+    processes: int
     batch: int
     length: int
     first_s: float
@@ -233,7 +238,7 @@ class Job:
         loss: "sft" or "grpo".
         tiny: cut the model down.
         device: "cpu" or "cuda".
-        batch, length: sequences a step, and tokens of each.
+        batch, length: sequences a step, and tokens of each; in each process.
     """
 
     model: str
@@ -251,8 +256,13 @@ class Job:
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         with torch.device(self.device):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-            return model.to(torch.bfloat16 if self.device == "cuda" else torch.float32).train()
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        made: nn.Module = model.to(torch.bfloat16 if self.device == "cuda" else torch.float32).train()
+        if dist.is_initialized():
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        return made
 
     def visit(self, name: str, ids: Tensor, steps: int, warm: int = 2) -> tuple[list[float], list[float], float]:
         """Train a new model in one way.
@@ -301,6 +311,9 @@ class Job:
             deadline: on `time.monotonic`, after which no round begins.
         """
         vocabulary = (TINY if self.tiny else SIZES[self.model])["vocab_size"]
+        processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        order = random.Random(0 if processes > 1 else None)  # all processes go the same ways
+        torch.manual_seed(rank)
         ids = torch.randint(vocabulary, (3, self.batch, self.length), device=self.device)
         first, times = dict[str, float](), {name: list[float]() for name in names}
         peaks, losses = dict[str, list[float]](), dict[str, float]()
@@ -308,7 +321,7 @@ class Job:
         for turn in range(rounds):
             if turn and time.monotonic() > deadline:
                 break
-            for name in random.sample(names, len(names)):
+            for name in order.sample(names, len(names)):
                 gc.collect()
                 taken, peaks[name], losses[name] = self.visit(name, ids, steps, warm)
                 first.setdefault(name, taken[0] / 1e3)
@@ -320,7 +333,7 @@ class Job:
             found.append(
                 StepRow(
                     *(self.model, self.loss, name),
-                    *(self.batch, self.length),
+                    *(processes, self.batch, self.length),
                     *(first[name], mean(taken), half),
                     *(allocated, reserved),
                     losses[name],
@@ -426,6 +439,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--longest", action="store_true", help="find the longest sequence that fits, one a step; no times"
     )
+    parser.add_argument("--processes", type=int, default=1, help="sharded by FSDP2, a GPU each (%(default)s)")
     add_shared_options(parser, "a small model")
     parser.set_defaults(run=run)
 
@@ -443,21 +457,28 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.longest:
         return longest_contexts(job, names, options.out)
-    rows = job.measure(names, options.rounds, options.steps, deadline)
-    save(rows, options.out / f"{options.model}_{options.loss}.json")
+    several = options.processes > 1
+    if several and deadline < float("inf"):
+        raise SystemExit("--seconds ends one process before another: give --rounds")
+    given = names, options.rounds, options.steps
+    rows = (
+        on_ranks(job.measure, options.processes, options.device, *given) if several else job.measure(*given, deadline)
+    )
+    save(rows, options.out / f"{options.model}_{options.loss}{'_sharded' * several}.json")
     lines = [
         [
             row.variant,
             figure(row.first_s, 3),
             figure(row.step_ms),
             figure(row.interval_ms, 2),
+            figure(row.processes * row.batch * row.length / row.step_ms * 1e3, 6),
             figure(row.allocated_mb, 6),
             figure(row.reserved_mb, 6),
             figure(row.last_loss, 5),
         ]
         for row in rows
     ]
-    columns = ["variant", "first s", "step ms", "+-", "allocated MiB", "reserved MiB", "loss"]
+    columns = ["variant", "first s", "step ms", "+-", "tokens/s", "allocated MiB", "reserved MiB", "loss"]
     Console().print(folded(f"{job.model}, {job.loss}, {batch} x {length}\n{describe(rows)}", columns, lines))
     return 0
 
