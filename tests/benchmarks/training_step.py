@@ -191,7 +191,6 @@ class StepRow:
         model: its type.
         loss: "sft" or "grpo".
         variant: which way.
-        processes: how many, a GPU each, with FSDP2 at its default flags where there are several.
         batch, length: sequences a step of each process, and tokens of each.
         first_s: the first step in this process, with what it compiles.
         step_ms: of a whole step up to a synchronized device; mean.
@@ -200,12 +199,12 @@ class StepRow:
         last_loss: of the last step.
         transformers: version.
         setting: where it was measured.
+        processes: how many, a GPU each, with FSDP2 at its default flags where there are several.
     """
 
     model: str
     loss: str
     variant: str
-    processes: int
     batch: int
     length: int
     first_s: float
@@ -216,6 +215,7 @@ class StepRow:
     last_loss: float
     transformers: str | None
     setting: Setting = field(repr=False)
+    processes: int = 1
 
 
 @contextmanager
@@ -333,12 +333,13 @@ class Job:
             found.append(
                 StepRow(
                     *(self.model, self.loss, name),
-                    *(processes, self.batch, self.length),
+                    *(self.batch, self.length),
                     *(first[name], mean(taken), half),
                     *(allocated, reserved),
                     losses[name],
                     installed("transformers"),
                     Setting.now(self.device, self.tiny),
+                    processes,
                 )
             )
         return found
