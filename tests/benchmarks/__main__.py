@@ -28,6 +28,7 @@ from benchmarks import (
     sharded_head,
     static,
     training_step,
+    trl_step,
     varying,
 )
 
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "plan-choice": ("how near a chunked loss's plan is to the best schedule", plan_choice.add_arguments),
     "gpt2-step": ("a training step of GPT-2: whole logits beside chunked ones", gpt2_step.add_arguments),
     "training-step": ("a training step of a model of transformers, beside peers", training_step.add_arguments),
+    "trl-step": ("a step of TRL's trainers, as they are and after one call", trl_step.add_arguments),
     "lend": ("an arena with AdamW's state, released and restored", lend.add_arguments),
     "static": ("one Adam step as a graph: captured here, compiled and by hand; then lend", static.add_arguments),
     "bucketed": ("requests of varying lengths: eager, compiled, bucketed by hand and here", bucketed.add_arguments),
