@@ -75,8 +75,6 @@ class Bucket:
         )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
-        self.no_graph_reason = ""
-        """The reason why it can't be captured, once that is known."""
         self.has_no_answer = False
         """True if a run at true sizes would be as wrong as the graph: the reason is then an error of the call."""
         self.needs_recapture = False
@@ -100,6 +98,15 @@ class Bucket:
     def use_compiled_code(self, cache: CompileCache) -> None:
         """Take the program's compiled code from the cache, if compilation is on."""
         self.compiled = cache.code_for(self, Compiled)
+
+    @property
+    def no_graph_reason(self) -> str:
+        """The reason why it can't be captured, once that is known; "" until then."""
+        return self.statistics.no_graph_reason
+
+    @no_graph_reason.setter
+    def no_graph_reason(self, reason: str) -> None:
+        self.statistics.no_graph_reason = reason
 
     @property
     def has_compiled_code(self) -> bool:
@@ -347,7 +354,7 @@ class Bucket:
         return self.statistics.hits % TIMING_SAMPLE_EVERY == 0
 
     def count_call(self, elements: tuple[int, int], is_hit: bool, by: int = 1) -> None:
-        """Count a call.
+        """Count a call, and the reason why it left no graph, if there is one.
 
         Args:
             elements: along the Dims: at true sizes, and at the bucket's.
@@ -359,6 +366,8 @@ class Bucket:
         statistics.hits += is_hit * by
         statistics.real += elements[0] * by
         statistics.padded += elements[1] * by
+        if self.no_graph_reason:
+            statistics.fallbacks[self.no_graph_reason] += by
 
     def drop_graph(self) -> None:
         """Drop the graph, and return its memory to the pool."""

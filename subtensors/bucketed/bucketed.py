@@ -31,7 +31,8 @@ def bucketed(
     Args:
         program: a function or module of tensors; it runs on PaddedTensors, once for each bucket.
         dims: for each argument that varies, by name or position, its padded dims, such as `{"input_ids": {1: seq}}`;
-            for a container those of every tensor in it, or a dict or list like it.
+            for a container those of every tensor in it, or a dict or list like it. `{1: seq}` without a name pads dim 1
+            of every tensor among the arguments.
         compile: True, or a dict with the backend, mode, options or dynamic of `torch.compile`: the program is compiled
             once, with the buckets' sizes left open, and captured as compiled code.
         max_graphs: the most graphs at a time; the least recently called one is evicted.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 
 import torch
 from torch import Tensor
 
+from subtensors.arguments import shown
 from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
@@ -20,6 +22,7 @@ from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import is_identity_keyed
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_reducer
+from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.size_conditions import SizeConditions
 
@@ -28,6 +31,9 @@ MAX_CACHED_CALLS = 4096
 
 MAX_VALUES_PER_ARG, MAX_OBJECTS_PER_ARG = 128, 16
 """The most values, and objects, of one argument that get graphs if `max_graphs` is None; graphs keep objects alive."""
+
+VARYING = 3
+"""The number of values from which on a number among the arguments is one that varies from call to call."""
 
 
 @dataclass(slots=True)
@@ -95,6 +101,8 @@ class CallCache:
         """The true sizes of calls whose keys were dropped from the cache."""
         self._values: dict[str, set[object]] = {}
         """The values seen of arguments that are not tensors, by place."""
+        self._numbers: dict[str, set[object]] = {}
+        """The first values of arguments that are numbers, by place."""
         self._last: CachedCall | None = None
         """The call that was analyzed last, of those with a spec."""
         self.is_bounded = graph_cache.max_graphs is None
@@ -156,15 +164,18 @@ class CallCache:
             return cached
         if too_many := self._too_many_values(leaves, [place for place, _ in places], form, modes[-1]):
             return CachedCall(None, None, too_many, sizes=sizes)
-        if note := self._unnamed_dim(cached, places):
+        for note in [*self._unnamed_dim(cached, places), *self._varying_numbers(leaves, cached.places)]:
             self._graph_cache.note(note)
         self._last = cached
         call = form.program_on_leaves(self._program, self._state)
         cached.bucket = self._graph_cache.bucket_of(modes[0] is not None, spec, leaves, call, device)
+        cached.bucket.statistics.values = {
+            place: shown(x) for x, place in zip(leaves, cached.places, strict=True) if is_plain(x)
+        }
         return cached
 
-    def _unnamed_dim(self, cached: CachedCall, places: Sequence[LeafDims]) -> str:
-        """Return a note if an argument varies like a Dim that `dims` do not name for it, else "".
+    def _unnamed_dim(self, cached: CachedCall, places: Sequence[LeafDims]) -> Iterator[str]:
+        """Yield a note if an argument varies like a Dim that `dims` do not name for it.
 
         That is so if a dim of it has this Dim's size in two calls of different sizes.
 
@@ -173,7 +184,7 @@ class CallCache:
             places: for each leaf its place and padded dims.
         """
         if self._last is None or cached.spec is None or self._last.spec is None or self._last.places != cached.places:
-            return ""
+            return
         for now, before in zip(cached.spec.inputs, self._last.spec.inputs, strict=False):
             if now.leaf != before.leaf or len(now.shape) != len(before.shape) or now.dims is not None:
                 continue
@@ -182,11 +193,21 @@ class CallCache:
                 same = [name for name, n in cached.sizes.items() if (n, self._last.sizes.get(name)) == (size, old)]
                 if size != old and d not in named and same:
                     place = cached.places[now.leaf]
-                    return (
+                    yield (
                         f"each size of {place} gets a graph of its own, since it has the size of {same[0]} in dim {d} "
                         f"and dims don't say so: {{{place!r}: {{{d}: {same[0]}}}}}"
                     )
-        return ""
+                    return
+
+    def _varying_numbers(self, leaves: Sequence[PyTree], places: Sequence[str]) -> Iterator[str]:
+        """Yield a note for each number among the arguments that has its third value now."""
+        for x, place in zip(leaves, places, strict=True):
+            if isinstance(x, Number) and not isinstance(x, bool):
+                seen = self._numbers.setdefault(place, set())
+                if leaf_key(x) not in seen and len(seen) < VARYING:
+                    seen.add(leaf_key(x))
+                    if len(seen) == VARYING:
+                        yield f"each value of {place} gets a graph of its own: give a tensor on the same device"
 
     def nested_call(self, args: Args, kwargs: Kwargs) -> NestedCall | None:
         """Return a call of compiled code, made inside another bucketed program; None if the program is to run."""

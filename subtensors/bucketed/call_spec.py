@@ -34,6 +34,7 @@ from subtensors.bucketed.call_key import (
 )
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
+from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.size_conditions import HostSize
@@ -330,7 +331,7 @@ def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAg
     """Return the dims of an argument that are padded in this call, counted from the front."""
     for d in given:
         if not -x.dim() <= d < x.dim():
-            raise ValueError(f"dim {d} of {place} is padded, which has {x.dim()} dims")
+            raise ValueError(f"dim {d} of {place} is padded, which has {counted(x.dim(), 'dim')}")
     return {
         d % x.dim(): dim
         for d, dim in given.items()

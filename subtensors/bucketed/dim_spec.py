@@ -17,6 +17,7 @@ from subtensors.arguments import shown
 from subtensors.bucketed.call_key import flatten, has_parts, unflatten
 from subtensors.bucketed.call_spec import LeafDims
 from subtensors.bucketed.python_objects import flatten_argument_objects
+from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -48,7 +49,7 @@ class ArgumentDims:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise TypeError(f"an argument is named by a str or its position; got {key!r}")
             if isinstance(key, int) and not (0 <= key < len(self.positional) or (takes_more and key >= 0)):
-                takes = f"{len(self.positional)} arguments by position"
+                takes = f"{counted(len(self.positional), 'argument')} by position"
                 raise ValueError(f"dims name the argument at position {key}, and {_name(program)} takes {takes}")
             name = self.positional[key] if isinstance(key, int) and key < len(self.positional) else key
             self.by_name[name] = _checked(given, f"argument {key!r}")

@@ -91,6 +91,8 @@ class GraphCache:
         """The reason why nothing is captured any more, or ""."""
         self.notes: Counter[str] = Counter()
         """Events that cost graphs without a fallback, and how often each was seen."""
+        self._forgotten_fallbacks: Counter[str] = Counter()
+        """The fallbacks that buckets had counted which are forgotten now."""
         self._wasted_recaptures = self._hits_before = 0
         self._captures_without_run: dict[BucketKey, bool] = {}
         """For each captured family of calls, whether it can be captured at another size without being run first."""
@@ -135,8 +137,9 @@ class GraphCache:
     def _drop_uncaptured(self) -> None:
         """Forget the oldest bucket without a graph if there are more than `MAX_BUCKETS`."""
         if len(self.buckets) > MAX_BUCKETS:
-            oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_captured), ())
-            self.buckets.pop(oldest, None)
+            oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_captured), None)
+            if oldest is not None:
+                self._forgotten_fallbacks += self.buckets.pop(oldest).statistics.fallbacks
 
     def first_call(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Answer the first call of a bucket, and capture a graph for later calls.
@@ -298,7 +301,9 @@ class GraphCache:
             fallbacks: the number of calls that ran at their true sizes, by reason.
             sizes: how often each true size was seen, by Dim.
         """
-        statistics = [b.statistics for b in self.buckets.values() if b.statistics.calls or b.outputs]
+        used = [b for b in self.buckets.values() if b.statistics.calls or b.outputs or b.no_graph_reason]
+        statistics = [b.statistics for b in used]
+        all_fallbacks = sum([b.fallbacks for b in statistics], self._forgotten_fallbacks) + Counter(fallbacks)
         return Statistics(
             "graphs" if self.pools else "eager",
             sorted(statistics, key=lambda b: -math.prod(b.sizes.values())),
@@ -307,7 +312,7 @@ class GraphCache:
             sum(max(b.captures - 1, 0) for b in statistics),
             self.evictions,
             self.compile_cache.recompiles,
-            dict(fallbacks),
+            dict(all_fallbacks),
             sizes,
             notes=dict(self.notes),
         )

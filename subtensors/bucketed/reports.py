@@ -94,14 +94,17 @@ class Reports(ModuleProxy):
     def stats(self) -> Statistics:
         """Return calls, captures, replay times, bytes and waste by bucket; fallbacks and their reasons.
 
+        The table says "reused" on a CPU where a GPU has replays. It shows plain values among the arguments, such as
+        numbers, where buckets differ in them.
+
         Example:
             >>> import subtensors as st, torch
             >>> run = st.bucketed(torch.exp, {0: {0: st.Dim("n", max=8, buckets=4)}})
             >>> _ = run(torch.ones(3)), run(torch.ones(2)), run(torch.ones(8))
             >>> print(run.stats())
-            eager: 3 calls, 1 replays, 0 captures, 19% waste, pool 0 B
-              n=8 [(8,)]: 1 calls, 0 replays, 40 B, 0% waste
-              n=4 [(4,)]: 2 calls, 1 replays, 24 B, 38% waste
+            eager: 3 calls, 1 reused, 0 captures, 19% waste, pool 0 B
+              n=8 [(8,)]: 1 call, 0 reused, 40 B, 0% waste
+              n=4 [(4,)]: 2 calls, 1 reused, 24 B, 38% waste
         """
         with self._lock:
             statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())

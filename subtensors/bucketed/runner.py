@@ -241,9 +241,9 @@ class Bucketed(Reports, Generic[P, R]):
         except Exception as error:  # whatever a program says of padded tensors
             raised = error
         else:
-            bucket.count_call(cached.elements, is_hit=False)
             if bucket.no_graph_reason:
                 self.fallbacks.warn_not_captured(bucket.statistics.sizes, bucket.no_graph_reason)
+            bucket.count_call(cached.elements, is_hit=False)
             return result
         if bucket.is_allocated:
             bucket.drop()

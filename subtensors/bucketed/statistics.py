@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from subtensors.byte_sizes import format_bytes
+from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import RuleError
 
 TIMING_SAMPLE_EVERY = 64
@@ -29,10 +30,16 @@ class BucketStatistics:
 
     sizes: dict[str, int]
     shapes: list[tuple[int, ...]]
+    values: dict[str, str] = field(default_factory=dict)
+    """The plain values among the arguments, as text, by place; the graph is captured for these."""
     calls: int = 0
-    """Calls with this bucket's sizes."""
+    """Calls that ran at this bucket's sizes."""
     hits: int = 0
     """Calls among these that a replay answered."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls among these that left no graph, by reason."""
+    no_graph_reason: str = ""
+    """The reason why it can't be captured, once that is known."""
     captures: int = 0
     capture_ms: float = 0.0
     """The duration of the last capture."""
@@ -73,6 +80,11 @@ class BucketStatistics:
         return 1 - self.real / self.padded if self.padded else 0.0
 
     @property
+    def not_captured(self) -> str:
+        """The state of a bucket without a graph, with the reason if there is one."""
+        return "not captured" + f": {self.no_graph_reason}" * bool(self.no_graph_reason)
+
+    @property
     def bytes(self) -> int:
         """Device memory: that which the graph added to the pool, and the static inputs'."""
         return self.graph_bytes + self.input_bytes
@@ -90,7 +102,8 @@ class Statistics:
         recaptures: the captures of these because what a graph read was stale, or the graph had been evicted.
         evictions: graphs dropped for `max_graphs` or `memory_limit`.
         recompiles: compilations after the first, with `compile`.
-        fallbacks: the number of calls that ran at their true sizes, without a graph, by reason.
+        fallbacks: the number of calls without a graph, by reason: a bucket's first call where no graph could be
+            captured, and calls that ran at their true sizes.
         sizes: how often each true size was seen, by Dim.
         checked: the number of calls that were compared with the plain program.
         not_checked: the number of calls that were due for a comparison and could not be compared, by reason.
@@ -113,11 +126,11 @@ class Statistics:
     @property
     def calls(self) -> int:
         """All calls."""
-        return sum(b.calls for b in self.buckets) + sum(self.fallbacks.values())
+        return sum(b.calls - b.fallbacks.total() for b in self.buckets) + sum(self.fallbacks.values())
 
     @property
     def hits(self) -> int:
-        """Calls that were answered by a replay."""
+        """Calls that were answered by a replay, on a CPU by a bucket that an earlier call made."""
         return sum(b.hits for b in self.buckets)
 
     @property
@@ -127,30 +140,48 @@ class Statistics:
         return 1 - sum(b.real for b in self.buckets) / padded if padded else 0.0
 
     def __str__(self) -> str:
+        captures = counted(self.captures, "capture")
         lines = [
-            f"{self.mode}: {self.calls} calls, {self.hits} replays, {self.captures} captures, {self.waste:.0%} waste, "
-            f"pool {format_bytes(self.pool_bytes)}"
+            f"{self.mode}: {counted(self.calls, 'call')}, {self._counted_hits(self.hits)}, {captures}, "
+            f"{self.waste:.0%} waste, pool {format_bytes(self.pool_bytes)}"
         ]
-        for b in self.buckets:
-            name = ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim"
-            replay = b.replay_ms
-            lines.append(
-                f"  {name} {b.shapes}: {b.calls} calls, {b.hits} replays, "
-                + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
-                + (f"replay {replay:.3f} ms, " if replay is not None else "")
-                + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
-                + ("" if b.is_recorded else ", not captured")
-            )
-        if self.evictions or self.recaptures or self.recompiles:
-            lines.append(
-                f"  {self.evictions} evictions, {self.recaptures} recaptures, {self.recompiles} recompilations"
-            )
-        lines += [f"  {count} calls fell back: {reason}" for reason, count in self.fallbacks.items()]
-        lines += [f"  {count} calls not checked: {reason}" for reason, count in self.not_checked.items()]
+        lines += [f"  {name} {b.shapes}: {self._describe(b)}" for name, b in self._named_buckets()]
+        events = (self.evictions, "eviction"), (self.recaptures, "recapture"), (self.recompiles, "recompilation")
+        if any(count for count, _ in events):
+            lines.append("  " + ", ".join(counted(*event) for event in events))
+        lines += [f"  {counted(count, 'call')} fell back: {reason}" for reason, count in self.fallbacks.items()]
+        lines += [f"  {counted(count, 'call')} not checked: {reason}" for reason, count in self.not_checked.items()]
         lines += [f"  {note}" + f" ({count} times)" * (count > 1) for note, count in self.notes.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _counted_hits(self, hits: int) -> str:
+        """Return a number of hits as text, without a word of replays where there are no graphs."""
+        return counted(hits, "replay") if self.mode == "graphs" else f"{hits} reused"
+
+    def _named_buckets(self) -> Iterator[tuple[str, BucketStatistics]]:
+        """Yield each bucket after its name: its sizes, and the values that other buckets have otherwise."""
+        texts: defaultdict[str, set[str]] = defaultdict(set)
+        for b in self.buckets:
+            for place, text in b.values.items():
+                texts[place].add(text)
+        for b in self.buckets:
+            varying = [(place, text) for place, text in b.values.items() if len(texts[place]) > 1]
+            yield ", ".join(f"{name}={value}" for name, value in [*b.sizes.items(), *varying]) or "no Dim", b
+
+    def _describe(self, b: BucketStatistics) -> str:
+        """Describe what a bucket did, and why it has no graph."""
+        if not (b.calls or b.is_recorded):
+            return b.not_captured
+        replay = b.replay_ms
+        counts = (
+            f"{counted(b.calls, 'call')}, {self._counted_hits(b.hits)}, "
+            + (f"capture {b.capture_ms:.1f} ms, " if b.captures else "")
+            + (f"replay {replay:.3f} ms, " if replay is not None else "")
+            + f"{format_bytes(b.bytes)}, {b.waste:.0%} waste"
+        )
+        return counts if b.is_recorded else f"{counts}, {b.not_captured}"
 
     def _repr_html_(self) -> str:
         """The same as a notebook shows it: a table of the buckets between the first line and the notes."""
@@ -158,16 +189,18 @@ class Statistics:
         notes = rest[len(self.buckets) :]
         rows = [
             [
-                ", ".join(f"{k}={v}" for k, v in b.sizes.items()) or "no Dim",
+                name,
                 ", ".join(map(str, b.shapes)),
                 *map(str, (b.calls, b.hits, b.captures)),
                 "" if (replay := b.replay_ms) is None else f"{replay:.3f}",
                 format_bytes(b.bytes),
                 f"{b.waste:.0%}",
+                "" if b.is_recorded else b.not_captured,
             ]
-            for b in self.buckets
+            for name, b in self._named_buckets()
         ]
-        head = _html_row("th", "bucket shapes calls replays captures replay&nbsp;ms memory waste".split())
+        hits = "replays" if self.mode == "graphs" else "reused"
+        head = _html_row("th", f"bucket shapes calls {hits} captures replay&nbsp;ms memory waste notes".split())
         body = "".join(_html_row("td", map(escape, row)) for row in rows)
         below = "".join(f"<p>{escape(note.strip())}</p>" for note in notes)
         return f"<p>{escape(first)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>{below}"

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import torch
 
+from subtensors.counts import counted
+
 Metadata = tuple[torch.dtype, torch.device, torch.Size]
 """The part of a tensor that a repr shows."""
 
@@ -16,7 +18,9 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     """A conversion that a list refuses."""
 
     def refuse(self: Sized, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"a TensorList of {len(self)} tensors has no single {what}; ask its elements one by one")
+        raise TypeError(
+            f"a TensorList of {counted(len(self), 'tensor')} has no single {what}; ask its elements one by one"
+        )
 
     return refuse
 
@@ -43,11 +47,11 @@ def describe(elements: Sequence[Metadata], flats: int) -> str:
     >>> describe([(torch.float32, torch.device("cpu"), torch.Size([3]))] * 2, flats=1)
     'TensorList(2 tensors, 6 values: 2 x float32[3] cpu; packed in 1 flat)'
     """
-    packed = f"; packed in {flats} flat{'s' if flats > 1 else ''}" if flats else ""
+    packed = f"; packed in {counted(flats, 'flat')}" if flats else ""
     # The ragged size of a nested tensor is no number.
     is_known = all(isinstance(n, int) for *_, shape in elements for n in shape)
     values = f", {sum([shape.numel() for *_, shape in elements])} values" if is_known else ""
-    size = f"{len(elements)} tensor{'' if len(elements) == 1 else 's'}{values}"
+    size = f"{counted(len(elements), 'tensor')}{values}"
     return f"TensorList({size}{': ' if elements else ''}{_tally(elements)}{packed})"
 
 

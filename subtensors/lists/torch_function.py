@@ -30,6 +30,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.hooks import RemovableHandle
 
+from subtensors.counts import counted
 from subtensors.dispatch.lists.batched import batched_call
 from subtensors.dispatch.lists.flat_ops import UNSUPPORTED_OPTIONS, acts_on_values, overload_acts_on_values
 from subtensors.dispatch.lists.foreach import foreach_call
@@ -168,7 +169,7 @@ def _plain_operands_allow_flats(call: Call, layout: PackedLayout) -> bool:
 
 def _describe_flats(layout: PackedLayout) -> str:
     count = len(layout.sizes)
-    return f"on the packed flats ({count} group{'s' if count > 1 else ''})"
+    return f"on the packed flats ({counted(count, 'group')})"
 
 
 def _run_on_flats(call: Call, layout: PackedLayout) -> PyTree:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from subtensors.counts import counted
 from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import AddressError, RuleError
 from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
@@ -171,15 +172,16 @@ class Capture:
 
     def explain(self) -> str:
         """Describe what a step replays, and the reasons for recaptures and eager steps, in a few lines."""
-        lines = [f"captured: {self.recordings} recordings, {self.replays} replays, {self.eager_steps} eager steps"]
+        steps = (self.recordings, "recording"), (self.replays, "replay"), (self.eager_steps, "eager step")
+        lines = ["captured: " + ", ".join(counted(*step) for step in steps)]
         if self._steps and (recording := self._steps[0].recording) is not None:
-            launches = len(recording.launches)
+            launches = counted(len(recording.launches), "launch")
             count = len(self._steps[0].params)
-            lines.append(f"  a step replays {launches} launches over {count} tensors")
+            lines.append(f"  a step replays {launches} over {counted(count, 'tensor')}")
             if self.packed is None and count > CHECK_EACH_LIMIT:
                 lines.append("  each step reads where all of them and their gradients are; packed=True spares it that")
         if self.packed is not None:
-            lines.append(f"  {self.packed.describe()}; {self.full_checks} steps checked each of them")
+            lines.append(f"  {self.packed.describe()}; {counted(self.full_checks, 'step')} checked each of them")
         lines += [f"  recaptured: {reason} ({count})" for reason, count in self.reasons.items()]
         lines += [f"  ran eagerly: {reason} ({count})" for reason, count in self.eager_reasons.items()]
         return "\n".join(lines)

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from subtensors.counts import counted
 from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
@@ -174,9 +175,9 @@ class CapturedStep:
         self.constant_numbers[index] -= set(launch.indices)
 
     def __repr__(self) -> str:
-        launches = "eager" if self.recording is None else f"{len(self.recording.launches)} launches"
+        launches = "eager" if self.recording is None else counted(len(self.recording.launches), "launch")
         because = f": {self.reason}" if self.reason else ""
-        return f"<{type(self).__name__} of {len(self.params)} tensors on {self.device}, {launches}{because}>"
+        return f"<{type(self).__name__} of {counted(len(self.params), 'tensor')} on {self.device}, {launches}{because}>"
 
     def first_moved(self) -> str:
         """The first tensor of the step, gradients apart, whose address changed since capture; empty if none did."""

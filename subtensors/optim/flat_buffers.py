@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from subtensors.counts import counted
 from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.torch_internals import memory
@@ -149,7 +150,8 @@ class FlatBuffers:
 
     def describe(self) -> str:
         """Describe the packing in one line."""
-        return f"{len(self.params)} parameters and their gradients are packed into {len(self._flats)} flat tensors each"
+        params, flats = counted(len(self.params), "parameter"), counted(len(self._flats), "flat tensor")
+        return f"packed: {params} in {flats}, the gradients in as many"
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, and put those that were replaced back into the flat tensors."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from subtensors.arguments import flag, shown
+from subtensors.counts import counted
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
@@ -274,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> w.grad = torch.ones(2)
             >>> opt.step()
             >>> print(st.explain(opt))
-            SGD of 1 parameters, captured: 0 recordings, 0 replays, 1 eager steps
+            SGD of 1 parameter, captured: 0 recordings, 0 replays, 1 eager step
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
         flag("packed", packed)
@@ -329,7 +330,7 @@ class Optimizer(torch.optim.Optimizer):
         """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""
         count = sum(len(group["params"]) for group in self.param_groups)
         how = "steps run eagerly" if self._capture is None else self._capture.explain()
-        return f"{type(self).__name__} of {count} parameters, {how}"
+        return f"{type(self).__name__} of {counted(count, 'parameter')}, {how}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch.optim's class of the same name saves it.

@@ -261,7 +261,7 @@ def test_calls_are_counted_and_plotted(device: str) -> None:
     assert steps == pytest.approx({0: 1 - 10 / 24, 8: 1 - 9 / 16, 16: 1 - 30 / 32, 32: 1 - 30 / 32})
     text = st.explain(run)
     assert "softmax bucketed on Dim('seq'" in text
-    assert "5 calls, 2 replays" in text
+    assert f"5 calls, {'2 replays' if device == 'cuda' else '2 reused'}" in text
 
 
 @torch.no_grad()
@@ -366,7 +366,7 @@ def test_an_argument_that_changes_in_each_call_gets_a_limited_number_of_graphs(
     assert counted.take() == (most, 2)
     why = f"options['which'] had {most} values, each with graphs of its own: give a tensor, or max_graphs"
     assert run.stats().fallbacks == {why: 2}
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == (2 if kind == "number" else 1)
     # The same values at another size have theirs.
     y = data(9, device)
     options = {"which": value(1)}

@@ -295,7 +295,9 @@ def test_gradients_flow_to_parameters_and_inputs(device: str) -> None:
 def test_a_wrong_argument_of_bucketed_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="dims name an argument 'y'"):
         st.bucketed(mixing, {"y": {1: SEQ}})
-    with pytest.raises(ValueError, match="dims name the argument at position 5, and mixing takes 1 arguments"):
+    with pytest.raises(
+        ValueError, match="dims name the argument at position 5, and mixing takes 1 argument by position"
+    ):
         st.bucketed(mixing, {5: {1: SEQ}})
     with pytest.raises(ValueError, match="position -1"):
         st.bucketed(lambda *xs: xs, {-1: {1: SEQ}, 3: {1: SEQ}})

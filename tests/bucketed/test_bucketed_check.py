@@ -459,7 +459,7 @@ def test_a_call_that_draws_random_numbers_is_not_checked_and_says_so(device: str
     run = st.bucketed(lambda x: F.dropout(x, 0.5).sum(1), DIMS)
     run(rows(5, device))
     assert run.stats().not_checked == {"it draws random numbers": 1}
-    assert "1 calls not checked: it draws random numbers" in str(run.stats())
+    assert "1 call not checked: it draws random numbers" in str(run.stats())
 
 
 def test_a_write_too_large_to_undo_makes_the_plain_run_the_answer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -30,7 +31,7 @@ def decay(p: Tensor, *, rate: float) -> None:
 def test_a_runner_shows_its_program_its_dims_and_its_counts(run: Bucketed) -> None:
     assert repr(run) == (
         "<st.bucketed Identity on Dim('n', max=8, buckets=Linear(step=4)): "
-        "eager: 3 calls, 1 replays, 0 captures, 19% waste, pool 0 B>"
+        "eager: 3 calls, 1 reused, 0 captures, 19% waste, pool 0 B>"
     )
 
 
@@ -39,7 +40,20 @@ def test_statistics_are_text_in_a_console_and_a_table_in_a_notebook(run: Buckete
     assert repr(stats) == str(stats)
     page = stats._repr_html_()
     assert page.count("<tr>") == 1 + 2
+    assert "<th>reused</th>" in page
     assert "<td>n=8</td><td>(8,)</td><td>1</td><td>0</td>" in page
+
+
+def test_the_table_speaks_of_replays_where_there_are_graphs_and_of_one_in_the_singular(run: Bucketed) -> None:
+    graphs = dataclasses.replace(run.stats(), mode="graphs", captures=1, recaptures=1, fallbacks={"why": 1})
+    assert str(graphs).splitlines() == [
+        "graphs: 4 calls, 1 replay, 1 capture, 19% waste, pool 0 B",
+        "  n=8 [(8,)]: 1 call, 0 replays, 40 B, 0% waste",
+        "  n=4 [(4,)]: 2 calls, 1 replay, 24 B, 38% waste",
+        "  0 evictions, 1 recapture, 0 recompilations",
+        "  1 call fell back: why",
+    ]
+    assert "<th>replays</th>" in graphs._repr_html_()
 
 
 def test_text_of_a_reason_is_escaped_in_a_notebook() -> None:
@@ -47,7 +61,8 @@ def test_text_of_a_reason_is_escaped_in_a_notebook() -> None:
     for length in LENGTHS:
         run(torch.ones(length))
     page = run.stats()._repr_html_()
-    assert "calls fell back: torch.Tensor.item" in page
+    assert "3 calls fell back: torch.Tensor.item" in page
+    assert page.count("<td>not captured: torch.Tensor.item") == 2
     assert "<lambda>" not in page
 
 
@@ -62,10 +77,10 @@ def test_a_captured_step_shows_what_it_replays_or_why_it_can_not() -> None:
     w.grad = torch.ones(3)
     opt.step()
     assert opt._capture is not None
-    assert repr(opt._capture) == "<Capture: captured: 0 recordings, 0 replays, 1 eager steps>"
+    assert repr(opt._capture) == "<Capture: captured: 0 recordings, 0 replays, 1 eager step>"
     (step,) = opt._capture._steps
     assert repr(step) == (
-        "<CapturedStep of 1 tensors on cpu, eager: the parameters are on the CPU, where a step has no graph>"
+        "<CapturedStep of 1 tensor on cpu, eager: the parameters are on the CPU, where a step has no graph>"
     )
 
 

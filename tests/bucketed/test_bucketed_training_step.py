@@ -213,7 +213,7 @@ def test_a_step_that_returns_an_undetached_loss_is_taken_once_per_call(device: s
         same_weights(net, alone)
         assert_same_gradients(net, alone)
     reason = "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
-    assert run.stats().fallbacks == {reason: 2}
+    assert run.stats().fallbacks == {reason: 4}
 
 
 @pytest.mark.usefixtures("captured")

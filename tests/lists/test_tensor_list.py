@@ -168,7 +168,7 @@ def test_setting_an_item_writes_into_the_elements() -> None:
 
 @pytest.mark.parametrize("convert", [bool, int, float, complex, lambda x: [0][x]])
 def test_a_list_has_no_single_python_value(convert: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match="a TensorList of 1 tensors has no single"):
+    with pytest.raises(TypeError, match="a TensorList of 1 tensor has no single"):
         convert(st.TensorList([torch.ones(1)]))
 
 

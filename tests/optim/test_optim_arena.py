@@ -68,7 +68,7 @@ def test_a_captured_step_replays_after_its_state_was_released_and_restored(devic
         job.step()
     job.assert_equal()
     assert [t.data_ptr() for t in job.state()] == addresses
-    assert "1 recordings, 4 replays, 0 eager steps" in st.explain(job.captured)
+    assert "1 recording, 4 replays, 0 eager steps" in st.explain(job.captured)
 
 
 @pytest.mark.parametrize("graph", [True, False])

@@ -342,7 +342,7 @@ def test_a_copy_captures_steps_of_its_own_parameters(
         p.grad = torch.ones_like(p)
         mine.grad = torch.ones_like(p)
     other.step()
-    assert "1 recordings, 1 replays" in st.explain(other)
+    assert "1 recording, 1 replay" in st.explain(other)
     assert all(torch.equal(p, b) for p, b in zip(pair.params[1], before, strict=True))
     pair.captured.step()
     assert all(torch.equal(p, q) for p, q in zip(params, pair.params[1], strict=True))
@@ -379,4 +379,4 @@ def test_explain_says_where_a_step_looks_at_each_of_many_tensors(
 
 def test_an_optimizer_without_capture_says_that_steps_run_eagerly(device: str) -> None:
     opt = st.optim.SGD([nn.Parameter(torch.ones(3, device=device))], lr=1.0)
-    assert st.explain(opt) == "SGD of 1 parameters, steps run eagerly"
+    assert st.explain(opt) == "SGD of 1 parameter, steps run eagerly"

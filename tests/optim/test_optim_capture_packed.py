@@ -64,7 +64,7 @@ def test_training_over_packed_memory_is_training(device: str) -> None:
     training.assert_equal()
     assert training.capture.stats() == {"recordings": 1, "replays": 80, "eager_steps": 0}
     assert looks(training) == 1
-    assert "6 parameters and their gradients are packed into 1 flat tensors each" in st.explain(training.captured)
+    assert "packed: 6 parameters in 1 flat tensor, the gradients in as many" in st.explain(training.captured)
 
 
 def test_autograd_notices_a_replay_over_packed_memory(device: str) -> None:
