@@ -1,6 +1,41 @@
-"""Counts as text, with their noun in the singular or the plural."""
+"""Counts as text: of bytes, such as "2GiB", and of things, with their noun in the singular or the plural."""
 
 from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, **{f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}}
+_DECIMAL = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
+
+
+def parse_bytes(name: str, size: int | str) -> int:
+    """Return the number of bytes of a size.
+
+    Args:
+        name: the argument's name, for the error.
+        size: a number of bytes above 0, or text such as "2GiB" (2 << 30 bytes) or "2GB" (2e9 bytes).
+
+    Raises:
+        ValueError: `size` is neither.
+
+    >>> parse_bytes("reserve", "1.5KiB"), parse_bytes("reserve", 7), parse_bytes("reserve", "2GB")
+    (1536, 7, 2000000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(size))
+    count = 0 if match is None else int(float(match[1]) * {**_UNITS, **_DECIMAL}[match[2]])
+    if count <= 0:
+        raise ValueError(f'{name} must be a number of bytes above 0, or text such as "2GiB"; got {size!r}')
+    return count
+
+
+def format_bytes(size: int) -> str:
+    """Return a number of bytes as text, in the largest unit of which it is at least one.
+
+    >>> format_bytes(1536), format_bytes(0), format_bytes(64 << 30)
+    ('1.5 KiB', '0 B', '64 GiB')
+    """
+    unit = max((u for u in _UNITS if _UNITS[u] <= max(size, 1)), key=lambda u: _UNITS[u])
+    return f"{size / _UNITS[unit]:.4g} {unit or 'B'}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from subtensors.arguments import shown
 from subtensors.bucketed.check import Schedule
 from subtensors.bucketed.runner import Bucketed, OnMiss
-from subtensors.byte_sizes import parse_bytes
+from subtensors.counts import parse_bytes
 from subtensors.dispatch.torch_internals.compiler import OPTIONS, is_backend
 
 P = ParamSpec("P")

@@ -40,7 +40,7 @@ from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
 from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
-from subtensors.byte_sizes import format_bytes
+from subtensors.counts import format_bytes
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.pool import GraphPool

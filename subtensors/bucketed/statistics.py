@@ -11,8 +11,7 @@ from statistics import median
 
 import torch
 
-from subtensors.byte_sizes import format_bytes
-from subtensors.counts import counted
+from subtensors.counts import counted, format_bytes
 from subtensors.dispatch.ops.errors import RuleError
 
 TIMING_SAMPLE_EVERY = 64

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from subtensors.arguments import flag, shown
-from subtensors.byte_sizes import format_bytes, parse_bytes
+from subtensors.counts import format_bytes, parse_bytes
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.graphs.released_tensors import ReferenceCensus, Release, memory_of
 from subtensors.dispatch.ops.errors import AddressError
