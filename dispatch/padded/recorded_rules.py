@@ -172,7 +172,7 @@ class RuleRecording(TorchFunctionMode):
             raise _UnrepeatableError
         values = [*map(self._text, args), *(f"{key}={self._text(x)}" for key, x in kwargs.items())]
         new = f"t{len(self._lines)}"
-        self._lines.append(f"{new} = {self._constant(binding_of(func))}({', '.join(values)})")
+        self._lines.append(f"{new} = {self._constant(binding_of(func, kwargs))}({', '.join(values)})")
         for key, t in _listed(new, out):
             self._names[id(t)] = key  # an argument that is returned may be copied the next time
 

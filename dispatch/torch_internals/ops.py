@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
@@ -47,19 +47,35 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
-@cache
-def binding_of(func: Callable[..., object]) -> Callable[..., object]:
+def binding_of(func: Callable[..., object], kwargs: Mapping[str, object]) -> Callable[..., object]:
     """Return a faster function than an overload for the same arguments; any other function itself. Checked on 2.13.
 
-    Torch's own bindings for Python read arguments in half the time of an overload, and choose the overload by them. But
-    they have another default reduction, and take no memory formats as the dispatcher hands them on.
+    Torch's own bindings for Python read arguments in half the time of an overload, and choose the overload by them.
+
+    Args:
+        func: what is called.
+        kwargs: its arguments by name.
     """
     if not isinstance(func, OpOverload):
         return func
+    # The dispatcher hands on memory formats as ints.
+    return _callee(func) if isinstance(kwargs.get("memory_format"), int) else _binding(func)
+
+
+@cache
+def _binding(func: OpOverload) -> Callable[..., object]:
     name = func.name().removeprefix("aten::").partition(".")[0]
-    differs = any(x.name == "reduction" or "MemoryFormat" in str(x.real_type) for x in func._schema.arguments)
+    differs = any(  # by another default, and in what is taken by position
+        x.name == "reduction" or ("MemoryFormat" in str(x.real_type) and not x.kwarg_only)
+        for x in func._schema.arguments
+    )
     bindings = [] if differs else [getattr(owner, name, None) for owner in (torch, torch.Tensor)]
-    return next((f for f in bindings if isinstance(f, _BINDINGS)), getattr(func, "_op", func))
+    return next((f for f in bindings if isinstance(f, _BINDINGS)), _callee(func))
+
+
+def _callee(func: OpOverload) -> Callable[..., object]:
+    """Return what an overload calls, in one frame less."""
+    return getattr(func, "_op", func)
 
 
 _BINDINGS = (BuiltinFunctionType, MethodDescriptorType)

@@ -74,7 +74,7 @@ def test_a_binding_computes_what_its_overload_does(share: int) -> None:
         warnings.simplefilter("ignore")
         for op in op_db[share::SHARES]:
             for func, args, kwargs in calls_of(op):
-                binding = binding_of(func)
+                binding = binding_of(func, kwargs)
                 is_random = torch.Tag.nondeterministic_seeded in func.tags
                 reads_beyond = func is aten.as_strided.default  # of a view, whose clone has less memory
                 if binding is getattr(func, "_op", func) or is_random or reads_beyond or "empty" in func.name():
@@ -87,7 +87,8 @@ def test_a_binding_computes_what_its_overload_does(share: int) -> None:
 
 def test_an_overload_without_a_binding_that_is_equal_is_called_itself() -> None:
     x = torch.randn(2, 3)
-    assert binding_of(aten.hinge_embedding_loss.default)(x, x.sign()).shape == ()
+    assert binding_of(aten.hinge_embedding_loss.default, {})(x, x.sign()).shape == ()
     assert torch.hinge_embedding_loss(x, x.sign()).shape == (2, 3)  # type: ignore[attr-defined]  # torch's has no stub
-    assert binding_of(aten.contiguous.default)(x.t(), memory_format=0).is_contiguous()
-    assert binding_of(aten.unsqueeze.default) is torch.unsqueeze
+    formats = {"memory_format": 0}
+    assert binding_of(aten.contiguous.default, formats)(x.t(), **formats).is_contiguous()
+    assert binding_of(aten.unsqueeze.default, {}) is torch.unsqueeze
