@@ -122,6 +122,21 @@ def test_a_notebook_shows_a_runner_with_the_table_of_its_buckets() -> None:
     assert "<td>seq=16</td>" in html
 
 
+def test_a_captured_optimizer_shows_that_it_is_and_that_a_cpu_has_no_graph() -> None:
+    opt = optimizer()
+    plain = repr(opt)
+    capture = opt.capture()
+    assert "captured: no graph on a CPU, 0 eager steps" in repr(capture)
+    assert repr(opt) == f"{plain[:-1]}captured: no graph on a CPU, 0 eager steps\n)"
+    opt.step()
+    for p in opt.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert capture._repr_html_().startswith(
+        "<p>&lt;Capture: captured: no graph on a CPU, 2 eager steps&gt;</p><ul><li>"
+    )
+
+
 MISSES: dict[str, tuple[Callable[[], object], str]] = {
     "a Dim alone": (lambda: st.pad(torch.ones(5), SEQ), r"such as st.pad\(x, \{0: seq\}\); got the Dim alone"),  # type: ignore[arg-type]
     "a dim and a Dim": (lambda: st.pad(torch.ones(5), 1, SEQ), r"such as st.pad\(x, \{1: seq\}\); got 1"),  # type: ignore[arg-type]
