@@ -30,7 +30,7 @@ help:
 # torch goes in first and pinned; the package then builds with torch's own setuptools, so a later run needs no network.
 $(VENV)/.demo: pyproject.toml setup.py constraints.txt
 	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("python3 is %s, and 3.11 is needed" % sys.version)'
-	@echo "Making $(VENV) with torch, and what the demo draws with. It takes 1 to 10 minutes, most of them for torch."
+	@echo "Making $(VENV) with torch, and what the demo draws with. A download of some GB, once: 1 to 10 minutes by your network."
 	python3 -m venv $(VENV)
 	@grep -v -E '^($(if $(TORCH),torch|numpy|setuptools,#))' constraints.txt > $(VENV)/constraints.txt
 	@$(if $(TORCH),echo torch==$(TORCH) >> $(VENV)/constraints.txt)

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"subtensors {subtensors.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    commands.add_parser(
+    examine = commands.add_parser(
         "doctor", help=_DOCTOR, description=_DOCTOR, epilog="example: python -m subtensors doctor > report.txt"
     )
     explain = commands.add_parser(
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in _PROGRAMS:
         return run_program(options.command, rest)
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        (examine if options.command == "doctor" else explain).error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "explain":
         from subtensors.command_line.explain_script import explain_script
 
@@ -89,7 +89,7 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
     if lacking := [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]:
         print(
             f"`subtensors {command}` draws with {' and '.join(lacking)}: "
-            f'pip install "subtensors[{_EXTRAS[command]}]", or run `make {command}`',
+            f'in the clone run pip install ".[{_EXTRAS[command]}]", or `make {command}`',
             file=sys.stderr,
         )
         return 2

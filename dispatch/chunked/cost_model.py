@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,18 +41,21 @@ class Rates:
         bandwidth: bytes a second, read or written by the passes between them.
         launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
         multiprocessors: how many there are.
-        device: its name.
+        device: its name; None where the tensors are on a CPU, of whose time the rates say nothing.
     """
 
     flops: float
     bandwidth: float
     launch: float
     multiprocessors: int = 132
-    device: str = "NVIDIA H200"
+    device: str | None = "NVIDIA H200"
 
 
 H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 """Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
+
+CPU = replace(H200, device=None)
+"""What compares schedules on a CPU."""
 
 H200_PEAK = Rates(flops=132 * 1.98e9 * 4096, bandwidth=2 * 3.201e9 * 6144 / 8, launch=0.0)
 """The rates that the properties of an H200 promise; of another device the same share is expected."""
@@ -63,11 +66,13 @@ TENSOR_FLOPS = {7: 1024, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
 
 @functools.cache
 def device_rates(device: torch.device) -> Rates:
-    """Return the rates of a GPU, from its properties; those of an H200 elsewhere.
+    """Return the rates of a GPU, from its properties; those of an H200 elsewhere, without a name on a CPU.
 
     Args:
         device: with its index.
     """
+    if device.type == "cpu":
+        return CPU
     if device.type != "cuda" or torch.version.hip is not None:
         return H200
     found = torch.cuda.get_device_properties(device)
@@ -137,20 +142,20 @@ class ChunkPlan:
         bytes: of memory at the peak, extra the inputs and with the gradients.
         seconds: forward and backward.
         products: GEMMs of N x H x V.
-        device: the one that takes these seconds.
+        device: the one that takes these seconds; None on a CPU, where they only order the schedules.
     """
 
     schedule: Schedule
     bytes: int
     seconds: float
     products: float
-    device: str = H200.device
+    device: str | None = H200.device
 
     def __str__(self) -> str:
         """Describe the plan in a line.
 
         >>> print(ChunkPlan(Schedule(columns=8448), 1330 * 2**20, 0.0563, 3.72))
-        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, 56 ms (NVIDIA H200)
+        8448 columns of the logits at once, 3.7 GEMMs: 1330 MiB, an estimated 56 ms (NVIDIA H200)
         """
         schedule = self.schedule
         if schedule.columns is None:
@@ -161,8 +166,8 @@ class ChunkPlan:
             part = f"{schedule.columns} columns of the logits"
             if schedule.kept:
                 part += f" and {schedule.kept} kept"
-        figures = f"{self.bytes / 2**20:.0f} MiB, {self.seconds * 1e3:.2g} ms ({self.device})"
-        return f"{part} at once, {self.products:.2g} GEMMs: {figures}"
+        time = "" if self.device is None else f", an estimated {self.seconds * 1e3:.2g} ms ({self.device})"
+        return f"{part} at once, {self.products:.2g} GEMMs: {self.bytes / 2**20:.0f} MiB{time}"
 
 
 def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = H200) -> ChunkPlan:
@@ -339,7 +344,7 @@ def plan_row_statistics(
 
     Example:
         >>> print(plan_row_statistics(LossShape(8192, 2048, 151936)))
-        16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, 26 ms (NVIDIA H200)
+        16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, an estimated 26 ms (NVIDIA H200)
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)

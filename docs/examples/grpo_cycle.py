@@ -221,7 +221,7 @@ class Job:
         return float(total)
 
     def loss(self, hidden: Tensor, tokens: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-        """Return the loss of GRPO with an entropy bonus, a sum over tokens; the logits are never there in full.
+        """Return the loss of GRPO with an entropy bonus, a sum over tokens; the logits are taken in parts.
 
         Args:
             hidden: (rows, length, width).

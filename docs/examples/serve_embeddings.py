@@ -1,6 +1,6 @@
 """A server of text embeddings: an encoder behind FastAPI, with batches that form while the device is busy.
 
-    pip install "subtensors[serve]"
+    pip install ".[serve]"
     python docs/examples/serve_embeddings.py --port 8000
     curl -X POST localhost:8000/embed -H 'content-type: application/json' -d '{"text": "hello"}'
 

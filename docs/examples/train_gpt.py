@@ -7,7 +7,7 @@
 Started again, it goes on from its checkpoint, bit by bit as if it had not ended, in any of the three ways.
 
 - **PaddedTensor**: the trunk runs through `st.bucketed`, as one CUDA graph a bucket of lengths.
-- **ChunkedTensor**: the hidden states that it returns are chunked, so that logits are never there in full.
+- **ChunkedTensor**: the hidden states that it returns are chunked, so that logits are taken in parts.
 - **TensorList**: `st.optim.AdamW` clips and updates all parameters in fused kernels.
 - **StaticAddressTensor**: the optimizer's state lies in an arena, whose memory an evaluation may use.
 """

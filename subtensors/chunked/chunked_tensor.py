@@ -197,14 +197,14 @@ def chunk(
     accumulate: Literal["exact", "fast"] = "exact",
     compile: bool = False,
 ) -> ChunkedTensor:
-    """Chunk `x` along a dim: ops on it run chunk by chunk, so that no intermediate is ever materialized in full.
+    """Chunk `x` along a dim: ops on it run chunk by chunk, which bounds the memory of what follows.
 
     Args:
         x: a tensor of any dtype, with at least one dim. Of a PaddedTensor no padding is counted, and chunks of padding
             alone are not run where the host knows the true sizes.
         dim: the dim whose rows are chunked.
         chunks: how many chunks; at most one of `chunks`, `rows` and `memory_limit` is given. With none, chunks are as
-            long as the region's values and the free memory allow.
+            long as a budget of bytes and the free memory allow, or the cost model finds best, which may be one chunk.
         rows: rows in a chunk; the last may have fewer.
         memory_limit: bytes that may be taken at the peak beyond the inputs, gradients included: an int, or text such as
             "1GiB".

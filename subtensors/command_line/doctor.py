@@ -29,8 +29,12 @@ MIN_CAPABILITY = (8, 0)
 PACKAGES = ("triton", "numpy", "sympy", "optree")
 """Packages that the library needs beside torch."""
 
-EXTRAS = {"rich": "plot", "matplotlib": "plot", "cuda-bindings": "arena"}
-"""Packages that are optional, and the extra that installs each."""
+OPTIONAL = {
+    "rich": "progress bars, tables and plots",
+    "matplotlib": "progress bars, tables and plots",
+    "cuda-bindings": "arenas on a GPU",
+}
+"""Packages that are optional, and what each is for."""
 
 
 def doctor(checks: Mapping[str, Check] = CHECKS) -> int:
@@ -62,7 +66,7 @@ def installation() -> Iterator[str]:
     newest = ".".join(map(str, NEWEST_TESTED))
     yield f"subtensors {subtensors.__version__}, Python {platform.python_version()}, {platform.system()}"
     yield f"  torch {torch.__version__}, tested from 2.11 to {newest}"
-    needed, optional = (", ".join(f"{name} {installed(name) or 'missing'}" for name in x) for x in (PACKAGES, EXTRAS))
+    needed, optional = (", ".join(f"{name} {installed(name) or 'missing'}" for name in x) for x in (PACKAGES, OPTIONAL))
     yield f"  {needed}"
     yield f"  optional: {optional}"
     if not torch.cuda.is_available():
@@ -106,7 +110,7 @@ def missing() -> list[str]:
         advice.append(f"{', '.join(lacking)} missing: pip install {' '.join(lacking)}")
     if not torch.cuda.is_available():
         reason = (
-            "this torch is built without CUDA: pip install torch, on a machine with an NVIDIA GPU"
+            "this torch is built without CUDA: on a machine with an NVIDIA GPU, pip install --force-reinstall torch"
             if torch.version.cuda is None
             else "torch has CUDA but finds no GPU: nvidia-smi says whether the driver does"
         )
@@ -115,11 +119,10 @@ def missing() -> list[str]:
         advice.append("This GPU is older than Triton's kernels in bfloat16 support: stay with float32 and float16.")
     if not any(map(shutil.which, ("gcc", "clang", "cc"))):
         advice.append("No C compiler, which Triton and torch.compile need: install gcc.")
-    for extra in sorted({extra for name, extra in EXTRAS.items() if installed(name) is None}):
-        names = [name for name, own in EXTRAS.items() if own == extra and installed(name) is None]
-        purpose = {"plot": "progress bars, tables and plots", "arena": "arenas on a GPU"}[extra]
-        if extra != "arena" or torch.cuda.is_available():
-            advice.append(f'For {purpose}: pip install "subtensors[{extra}]" ({", ".join(names)})')
+    for purpose in dict.fromkeys(OPTIONAL.values()):
+        names = [name for name, own in OPTIONAL.items() if own == purpose and installed(name) is None]
+        if names:
+            advice.append(f"For {purpose}: pip install {' '.join(names)}")
     return advice
 
 

@@ -3,3 +3,7 @@
 from subtensors.integrations import lightning, transformers
 
 __all__ = ["lightning", "transformers"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

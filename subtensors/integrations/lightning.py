@@ -44,7 +44,7 @@ class LightningHooks:
         model = next(models, None)
         if model is None:
             raise TypeError(f"{type(pl_module).__name__} holds no causal language model of transformers")
-        self.undo.callback(apply(model, **self.options).revert)  # type: ignore[arg-type]  # checked by it
+        self.undo.callback(apply(model, **self.options).revert)  # type: ignore[call-overload]  # checked by it
         self.is_applied = True
 
     def on_train_start(self, trainer: _LightningTrainer, pl_module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,21 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 """The optimizers by name."""
 
 
-class Applied:
+LossOption: TypeAlias = str | Mapping[str, object] | None
+CompileOption: TypeAlias = bool | Mapping[str, object]
+
+Made = TypeVar("Made", bound=Optimizer)
+MadeOrNone = TypeVar("MadeOrNone", bound=Optimizer | None)
+
+
+class Applied(Generic[MadeOrNone]):
     """The changes to a model, and perhaps its trainer.
 
     Attributes:
         optimizer: of the model's trainable parameters; None where none was asked for, or a trainer makes it.
     """
 
-    def __init__(self, optimizer: Optimizer | None, undo: ExitStack) -> None:
+    def __init__(self, optimizer: MadeOrNone, undo: ExitStack) -> None:
         self.optimizer = optimizer
         self._undo = undo
 
@@ -50,16 +57,54 @@ class Applied:
         self._undo.close()
 
 
+@overload
+def apply(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
+    buckets: Dim | None = None,
+    attention: SDPBackend | None = None,
+) -> Applied[None]: ...
+
+
+@overload
+def apply(
+    model: nn.Module,
+    optimizer: type[Made],
+    *,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
+    buckets: Dim | None = None,
+    attention: SDPBackend | None = None,
+    **options: object,
+) -> Applied[Made]: ...
+
+
+@overload
+def apply(
+    model: nn.Module,
+    optimizer: str,
+    *,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
+    buckets: Dim | None = None,
+    attention: SDPBackend | None = None,
+    **options: object,
+) -> Applied[Optimizer]: ...
+
+
 def apply(
     model: nn.Module,
     optimizer: str | type[Optimizer] | None = None,
     *,
-    loss: str | Mapping[str, object] | None = "chunked",
-    compile: bool | Mapping[str, object] = False,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
     buckets: Dim | None = None,
     attention: SDPBackend | None = None,
     **options: object,
-) -> Applied:
+) -> Applied[Any]:
     """Train a causal language model of transformers with less memory and in less time, its code unchanged.
 
     Args:
@@ -151,12 +196,12 @@ def apply_to_trainer(
     trainer: _Trainer,
     optimizer: str | type[Optimizer] | None = None,
     *,
-    loss: str | Mapping[str, object] | None = "chunked",
-    compile: bool | Mapping[str, object] = False,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
     buckets: Dim | None = None,
     attention: SDPBackend | None = None,
     **options: object,
-) -> Applied:
+) -> Applied[None]:
     """Make a `transformers.Trainer`, or one of its kind, train and evaluate as `apply` says.
 
     The trainer makes the optimizer, with its own groups, from `learning_rate`, and from `adam_beta1`, `adam_beta2` and
@@ -249,7 +294,7 @@ def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
     raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, or a class of st.optim; got {shown(which)}{advice}")
 
 
-def _loss(loss: str | Mapping[str, object] | None) -> Mapping[str, object] | None:
+def _loss(loss: LossOption) -> Mapping[str, object] | None:
     """The arguments of `st.chunk`; None for a loss that is left alone."""
     if loss is None:
         return None

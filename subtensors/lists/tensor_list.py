@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, KeysView, Sequence, ValuesView
-from typing import ClassVar, cast
+from types import EllipsisType
+from typing import ClassVar, cast, overload
 
 import optree
 import torch
@@ -205,7 +206,13 @@ class TensorList(NoSingleValue, torch.Tensor):
     def __contains__(self, item: object) -> bool:
         return any(t is item for t in self.tensors)
 
-    def __getitem__(self, key: object) -> PyTree:
+    @overload
+    def __getitem__(self, key: slice | EllipsisType | torch.Tensor) -> TensorList: ...
+
+    @overload
+    def __getitem__(self, key: object) -> torch.Tensor: ...
+
+    def __getitem__(self, key: object) -> torch.Tensor:
         """The element at a position or path, the part of the list under a slice or inner path, or each element indexed.
 
         A position is an int, a slice gives a flat list, a path is a key or a tuple of keys. A key that holds an
@@ -216,7 +223,8 @@ class TensorList(NoSingleValue, torch.Tensor):
                 raise IndexError(f"no element {key} in a TensorList of {len(self)}")
             return self.tensors[key]
         if indexes_each(key):
-            return TensorList._run_function(list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList))
+            call = list_call(torch.Tensor.__getitem__, (self, key), {}, TensorList)
+            return cast(TensorList, TensorList._run_function(call))
         leaves, spec = select_leaves(self.treespec, key)
         part = self.tensors[leaves]
         return part[0] if spec.is_leaf() else _of_elements(part, spec)
@@ -227,7 +235,7 @@ class TensorList(NoSingleValue, torch.Tensor):
             TensorList._run_function(list_call(torch.Tensor.__setitem__, (self, key, value), {}, TensorList))
             return
         part = self[key]
-        part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
+        part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(cast(float, value))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if self._elements is None and self._layout is not None and self._flats is not None:

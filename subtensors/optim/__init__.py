@@ -1,5 +1,8 @@
 """Optimizers written for one tensor and run on all of them at once; drop-ins for torch.optim's."""
 
+from typing import TYPE_CHECKING, NoReturn
+
+from subtensors.near_misses import missing_name
 from subtensors.optim.algorithms.adafactor import Adafactor
 from subtensors.optim.algorithms.adam import Adam, AdamW
 from subtensors.optim.algorithms.adam_variants import LAMB, Adamax, AdEMAMix, NAdam, RAdam
@@ -42,6 +45,24 @@ __all__ = [
     "convert",
 ]
 
-for _cls in [globals()[name] for name in __all__]:
-    if getattr(_cls, "_accepted", None) is not None:
-        inherit_docstring(_cls)
+_ELSEWHERE = {
+    "LBFGS": "it evaluates the loss several times a step, which no fused step does: torch.optim.LBFGS",
+    "SparseAdam": "gradients are dense here: torch.optim.SparseAdam",
+    "lr_scheduler": "torch.optim.lr_scheduler takes these optimizers",
+    "swa_utils": "ema= of any optimizer averages weights in its step; torch.optim.swa_utils works with them, too",
+}
+"""What torch.optim has and this lacks."""
+
+for _name in __all__:
+    if getattr(globals()[_name], "_accepted", None) is not None:
+        inherit_docstring(globals()[_name])
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+if not TYPE_CHECKING:  # to a type checker every name would be there
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(__name__, name, __all__, _ELSEWHERE)

@@ -6,11 +6,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
 
 import torch
 from torch import Tensor
 
 from subtensors.counts import counted
+from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import AddressError, RuleError
 from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
@@ -50,6 +52,7 @@ class Capture:
                 "and graph=True; an eager step is one fused call over the shards"
             )
         self.check = bool(os.environ.get("SUBTENSORS_CHECK_REPLAYS")) if check is None else check
+        self._is_on_cpu = bool(params) and all(p.device.type == "cpu" for p in params)
         self.packed = FlatBuffers(params) if packed and params else None
         """The memory of parameters and gradients, if they are packed."""
         self._wasted = 0
@@ -168,12 +171,23 @@ class Capture:
         return {"recordings": self.recordings, "replays": self.replays, "eager_steps": self.eager_steps}
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.explain().splitlines()[0]}>"
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        """The same as a notebook shows it, with the reasons as a list."""
+        lines = [f"<li>{escape(line.strip())}</li>" for line in self.explain().splitlines()[1:]]
+        return f"<p>{escape(repr(self))}</p>" + (f"<ul>{''.join(lines)}</ul>" if lines else "")
+
+    def summary(self) -> str:
+        """Return the counts in a line, or that there is no graph on a CPU."""
+        eager = counted(self.eager_steps, "eager step")
+        if self._is_on_cpu and not interprets_kernels():
+            return f"captured: no graph on a CPU, {eager}"
+        return f"captured: {counted(self.recordings, 'recording')}, {counted(self.replays, 'replay')}, {eager}"
 
     def explain(self) -> str:
         """Describe what a step replays, and the reasons for recaptures and eager steps, in a few lines."""
-        steps = (self.recordings, "recording"), (self.replays, "replay"), (self.eager_steps, "eager step")
-        lines = ["captured: " + ", ".join(counted(*step) for step in steps)]
+        lines = [self.summary()]
         if self._steps and (recording := self._steps[0].recording) is not None:
             launches = counted(len(recording.launches), "launch")
             count = len(self._steps[0].params)

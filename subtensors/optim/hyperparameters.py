@@ -15,7 +15,7 @@ import inspect
 import typing
 from collections.abc import Callable, Collection, Mapping
 from numbers import Real
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -219,8 +219,13 @@ def parameters_in(params: Given) -> Given | list[Tensor]:
     """Return an optimizer's first argument; of a TensorList, which torch would take for one parameter, its elements.
 
     Raises:
-        TypeError: it is a module instead of the parameters of one.
+        TypeError: it is a module, or a method of one, instead of the parameters.
     """
+    if isinstance(params, MethodType):
+        raise TypeError(
+            f"an optimizer takes parameters, got the method {params.__name__} of a {type(params.__self__).__name__}: "
+            f"call it, model.{params.__name__}()"
+        )
     if isinstance(params, nn.Module):
         raise TypeError(f"an optimizer takes parameters, got a {type(params).__name__}: give its model.parameters()")
     return params.tensors if isinstance(params, TensorList) else params

@@ -275,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> w.grad = torch.ones(2)
             >>> opt.step()
             >>> print(st.explain(opt))
-            SGD of 1 parameter, captured: 0 recordings, 0 replays, 1 eager step
+            SGD of 1 parameter, captured: no graph on a CPU, 1 eager step
               ran eagerly: the parameters are on the CPU, where a step has no graph (1)
         """
         flag("packed", packed)
@@ -325,6 +325,10 @@ class Optimizer(torch.optim.Optimizer):
             1.0
         """
         return swapped_averages(self.state)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text if self._capture is None else f"{text.removesuffix(')')}{self._capture.summary()}\n)"
 
     def explain(self) -> str:
         """Describe how steps run, in a few lines; `st.explain(opt)` returns the same."""

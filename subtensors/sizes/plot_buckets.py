@@ -55,7 +55,7 @@ def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('a plot needs matplotlib: pip install "subtensors[plot]"') from error
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
 
     class NotebookFigure(Figure):
         def _repr_png_(self) -> bytes:

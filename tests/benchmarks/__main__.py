@@ -71,7 +71,8 @@ def why_not_measurable(options: argparse.Namespace, is_device_given: bool) -> st
     if device == "cuda":
         return "--device cuda: torch finds no GPU here; `python -m subtensors doctor` says why"
     if not is_device_given:
-        return "this measures a GPU, and torch finds none here: --tiny --device cpu shows that it runs"
+        shows = "--tiny --device cpu" if hasattr(options, "tiny") else "--device cpu"
+        return f"this measures a GPU and torch finds none: {shows} shows that it runs"
     return ""
 
 
@@ -80,7 +81,9 @@ def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="benchmark")
     for name, (summary, add_arguments) in BENCHMARKS.items():
         example = f"example: python -m subtensors bench {name}" + EXAMPLES.get(name, " --tiny --device cpu")
-        add_arguments(commands.add_parser(name, help=summary, description=summary, epilog=example))
+        command = commands.add_parser(name, help=summary, description=summary, epilog=example)
+        add_arguments(command)
+        command.set_defaults(command=command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_benchmarks(parser)
     given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        options.command.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the benchmark
     if reason := why_not_measurable(options, any(part.startswith("--device") for part in given)):
         print(reason, file=sys.stderr)
         return 2

@@ -195,7 +195,9 @@ def run(options: argparse.Namespace) -> int:
     data = options.out / "chunked.json"
     rows = load(LossRow, data) if options.keep and data.exists() else []
     for name in [name for name in variants if name in PEERS and not PEERS[name].is_here]:
-        console.print(f'{name}: not installed here; pip install "subtensors[bench]" brings the peers', markup=False)
+        console.print(
+            f'{name}: not installed here; in the clone, pip install ".[bench]" brings the peers', markup=False
+        )
         variants.remove(name)
     for shape in shapes if variants else []:
         for row in measure(shape, variants, options.tiny, options.device, settings):

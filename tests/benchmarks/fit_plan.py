@@ -8,6 +8,7 @@ and squares are weighed by the error that the row had before, so that a row that
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -18,6 +19,9 @@ from rich.console import Console
 from benchmarks.chunked_rows import LossRow
 from benchmarks.rows import load
 from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape, Rates, by_columns, by_rows
+
+KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "chunked.json"
+"""The rows that the repository keeps."""
 
 SHORTEST = 512
 """Rows of a chunk that is fitted: shorter ones are worse products than the model knows of."""
@@ -70,12 +74,15 @@ ALONE = (Rates(1.0, inf, 0.0), Rates(inf, 1.0, 0.0), Rates(inf, inf, 1.0))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--rows", type=Path, default=Path("docs/benchmarks/chunked.json"), help="(%(default)s)")
+    parser.add_argument("--rows", type=Path, default=KEPT, help="(docs/benchmarks/chunked.json of the repository)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the rates, and how far the model is from each row with them."""
+    """Print the rates, and how far the model is from each row with them; returns the exit status."""
+    if not options.rows.is_file():
+        print(f"--rows {options.rows}: no such file; `bench chunked` writes one", file=sys.stderr)
+        return 2
     rows = ours(load(LossRow, options.rows))
     rates = fitted(rows)
     console = Console()

@@ -15,13 +15,23 @@ from benchmarks.variants import VARIANTS
 
 
 def bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float]) -> None:
-    """Groups of bars, a group a set and a colour a variant, each with its number, on a logarithmic scale."""
+    """Groups of bars, a group a set and a colour a variant, each with its number, on a logarithmic scale.
+
+    The bars of a set stand side by side: a variant that was not measured there leaves no gap.
+    """
     sets = list(dict.fromkeys(row.set for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.85 / max(len(variants), 1)
-    for index, variant in enumerate(variants):
+    measured = {
+        name: [x for x in variants if any((row.set, row.variant) == (name, x) for row in rows)] for name in sets
+    }
+    for variant in variants:
         mine = [row for row in rows if row.variant == variant]
-        places = [sets.index(row.set) + (index - (len(variants) - 1) / 2) * width for row in mine]
+        beside = [measured[row.set] for row in mine]
+        places = [
+            sets.index(row.set) + (own.index(variant) - (len(own) - 1) / 2) * width
+            for row, own in zip(mine, beside, strict=True)
+        ]
         drawn = axes.bar(places, [value(row) for row in mine], width, label=variant)
         axes.bar_label(drawn, [figure(value(row), 3) for row in mine], fontsize=7, rotation=90, padding=2)
     axes.set_xticks(range(len(sets)), sets)

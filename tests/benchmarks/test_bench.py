@@ -7,11 +7,14 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from benchmarks import static, sweep
@@ -19,6 +22,7 @@ from benchmarks.__main__ import add_benchmarks, main
 from benchmarks.lend import LentRow
 from benchmarks.optim import is_measured, measure
 from benchmarks.other_optimizers import OTHERS
+from benchmarks.plot import bars
 from benchmarks.processes import CACHES, MeasurementFailed, run_cold
 from benchmarks.rows import Row, Setting, installed, load, save
 from benchmarks.sets import FIRST_STEP_SETS, MAIN_SETS, SETS, least_traffic, parameters
@@ -49,6 +53,21 @@ def measuring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "in this process":
         for benchmark in (static, sweep):
             monkeypatch.setattr(benchmark, "run_cold", run_warm)
+
+
+def test_the_bars_of_a_set_have_no_gap_where_a_variant_was_not_measured() -> None:
+    measured = {"a": ["x", "y", "z"], "b": ["x", "z"]}
+    setting = Setting("d", "2", None, "today", True)
+    rows = [
+        Row(name, variant, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, None, None, setting)
+        for name, variants in measured.items()
+        for variant in variants
+    ]
+    axes = Figure().subplots()
+    bars(axes, rows, lambda row: row.wall_ms)
+    edges = sorted((x.get_x(), x.get_x() + x.get_width()) for x in axes.patches if isinstance(x, Rectangle))
+    gaps = [right[0] - left[1] for left, right in pairwise(edges)]
+    assert [gap > 1e-6 for gap in gaps] == [False, False, True, False]
 
 
 @pytest.mark.usefixtures("measuring")

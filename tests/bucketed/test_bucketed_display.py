@@ -77,7 +77,7 @@ def test_a_captured_step_shows_what_it_replays_or_why_it_can_not() -> None:
     w.grad = torch.ones(3)
     opt.step()
     assert opt._capture is not None
-    assert repr(opt._capture) == "<Capture: captured: 0 recordings, 0 replays, 1 eager step>"
+    assert repr(opt._capture) == "<Capture: captured: no graph on a CPU, 1 eager step>"
     (step,) = opt._capture._steps
     assert repr(step) == (
         "<CapturedStep of 1 tensor on cpu, eager: the parameters are on the CPU, where a step has no graph>"

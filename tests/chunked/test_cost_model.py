@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as some
 
+import subtensors as st
 from benchmarks.chunked_rows import LossRow
 from benchmarks.fit_plan import fitted, ours, plan_of
 from benchmarks.rows import load
@@ -153,6 +155,22 @@ def test_the_model_is_near_what_was_measured(row: LossRow) -> None:
 def test_fewer_rows_never_take_more_memory(shape: LossShape, rows: tuple[int, int]) -> None:
     few, many = (plan_linear_cross_entropy(shape, rows=count) for count in sorted(rows))
     assert few.bytes <= many.bytes
+
+
+def loss_text(device: str, rows: int | None = None) -> str:
+    logits = F.linear(st.chunk(torch.empty(512, 64, device=device), rows=rows), torch.empty(1000, 64, device=device))
+    return st.explain(logits).splitlines()[-1]
+
+
+def test_no_time_of_a_gpu_is_given_for_tensors_on_a_cpu() -> None:
+    assert loss_text("cpu").endswith(" MiB")
+    assert loss_text("meta").endswith(" ms (NVIDIA H200)")
+    assert ", an estimated " in loss_text("meta")
+
+
+def test_small_logits_are_there_at_once_unless_rows_are_asked_for() -> None:
+    assert "all logits at once" in loss_text("cpu")
+    assert "128 rows of the logits" in loss_text("cpu", rows=128)
 
 
 PROPERTIES = "name major minor multi_processor_count clock_rate memory_clock_rate memory_bus_width".split()

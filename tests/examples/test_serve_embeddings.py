@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-httpx = pytest.importorskip("httpx", reason='the server needs pip install "subtensors[serve]"')
+httpx = pytest.importorskip("httpx", reason='the server needs pip install ".[serve]"')
 for name in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(name, reason='the server needs pip install "subtensors[serve]"')
+    pytest.importorskip(name, reason='the server needs pip install ".[serve]"')
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 

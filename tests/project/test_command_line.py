@@ -78,7 +78,40 @@ def test_a_benchmark_without_a_gpu_says_how_to_see_it_run(capsys: pytest.Capture
         main(["bench", "optim"])
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "this measures a GPU, and torch finds none here: --tiny --device cpu shows that it runs\n"
+    assert said.err == "this measures a GPU and torch finds none: --tiny --device cpu shows that it runs\n"
+    assert len(said.err.rstrip()) <= 80
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_benchmark_of_one_size_is_not_said_to_have_tiny_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "lend"])
+    assert "none: --device cpu shows that it runs" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "lend", "--device", "cpu", "--sleeps", "1"])
+
+
+@pytest.mark.parametrize("arguments", [["bench", "lend", "--tiny"], ["doctor", "--tiny"]])
+def test_an_unknown_argument_shows_the_usage_of_its_command(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: subtensors {' '.join(arguments[:-1])} [")
+    assert said.endswith(" error: unrecognized arguments: --tiny\n")
+
+
+def test_rates_are_fitted_from_any_folder_and_a_missing_file_takes_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "fit-plan"])
+    assert capsys.readouterr().out.startswith("Rates(")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "fit-plan", "--rows", "none.json"])
+    assert capsys.readouterr().err == "--rows none.json: no such file; `bench chunked` writes one\n"
 
 
 @pytest.mark.parametrize(("command", "extra"), [("demo", "plot"), ("bench", "bench")])
@@ -89,7 +122,7 @@ def test_a_program_that_draws_names_the_extra_that_it_needs(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else found(name))
     assert main([command]) == 2
     said = capsys.readouterr().err
-    assert f'draws with rich: pip install "subtensors[{extra}]"' in said
+    assert f'draws with rich: in the clone run pip install ".[{extra}]"' in said
     assert said.count("\n") == 1
 
 
@@ -136,9 +169,10 @@ def test_doctor_says_what_to_do_about_each_thing_that_is_missing(monkeypatch: py
     for words in (
         "torch 2.10.0 is not tested",
         "pip install triton numpy sympy optree",
-        "built without CUDA",
+        "built without CUDA: on a machine with an NVIDIA GPU, pip install --force-reinstall torch",
         "install gcc",
-        'pip install "subtensors[plot]" (rich, matplotlib)',
+        "plots: pip install rich matplotlib",
+        "For arenas on a GPU: pip install cuda-bindings",
     ):
         assert words in advice
     assert "triton missing" in " ".join(installation())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,12 @@ def test_the_command_writes_tables_and_a_plot(
     figure = tmp_path / "new" / "demo.png"
     assert main(["--device", "cpu", "--steps", "3", "--out", str(figure)]) == 0
     found = capsys.readouterr().out.split()
+    assert " ".join(found).startswith(
+        f"3 steps of each of: {PLAIN}; {REORDERED}; {OURS}. Then an evaluation and a plot: about "
+    )
+    assert re.search(
+        r"step 1 of 3: loss [\d.]+ step 2 of 3: loss [\d.]+, \d+ seconds left step 3 of 3", " ".join(found)
+    )
     for words in (PLAIN, OURS, "rows reordered", "reference", "documents of varying lengths", "bucketed"):
         assert words in " ".join(found)
     assert str(figure) in "".join(found)  # a long path is folded

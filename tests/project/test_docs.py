@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from textwrap import dedent
 from urllib.parse import unquote
 
 import pytest
@@ -31,7 +32,18 @@ def levels() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("levels")
+@pytest.fixture
+def trainers() -> Iterator[None]:
+    """What a trainer of an example says by variables of the process, and by accelerate's state, is for that page."""
+    kept = {**os.environ}
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("levels", "trainers")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_examples_of_a_page_run(page: Path) -> None:
     run_examples(page)
@@ -83,8 +95,34 @@ def test_the_links_of_a_page_lead_to_headings(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_python_block_of_a_page_is_an_example_that_runs(page: Path) -> None:
-    blocks = re.findall(r"^```(?:python|py|pycon)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert [block for block in blocks if not block.startswith(">>> ")] == []
+    assert [x for x in python_blocks(page) if not x.startswith(">>> ") and not x.startswith("# docs/examples/")] == []
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```(?:python|py|pycon)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_excerpt_of_a_page_is_in_its_file_which_the_tests_run(page: Path) -> None:
+    for block in python_blocks(page):
+        if not block.startswith("# docs/examples/"):
+            continue
+        name, _, text = block.removeprefix("# ").partition("\n")
+        lines = (ROOT / name).read_text().splitlines()
+        for part in re.split(r"^ *# \.\.\.\n", text, flags=re.MULTILINE):
+            shown = dedent(part).strip("\n")
+            size = len(shown.splitlines())
+            found = [dedent("\n".join(lines[i : i + size])) for i in range(len(lines) - size + 1)]
+            assert shown in found, part
+
+
+def test_no_page_shows_code_as_text() -> None:
+    blocks = {
+        page.name: re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES
+    }
+    assert {
+        name: x for name, found in blocks.items() for x in found if re.search(r"^\w+ = |^import ", x, re.MULTILINE)
+    } == {}
 
 
 def test_every_page_of_docs_is_in_the_navigation_once() -> None:
@@ -95,7 +133,10 @@ def test_every_page_of_docs_is_in_the_navigation_once() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join((ROOT / "docs" / page).read_text() for page in ("api.md", "api-optim.md"))
     documented = {name.rsplit(".", 1)[1] for name in re.findall(r"^::: (subtensors\.\S+)$", text, re.MULTILINE)}
-    assert {*st.__all__, *st.optim.__all__} - {"optim", "integrations", "__version__"} == documented - {"Bucketed"}
+    returned = {"AcceptedSizes", "Applied", "Bucketed", "Capture", "Statistics"}
+    integrations = {"apply", "apply_to_trainer", "callback"}
+    names = {*st.__all__, *st.optim.__all__} - {"optim", "integrations", "__version__"}
+    assert names | returned | integrations == documented
 
 
 class Links(HTMLParser):

@@ -70,6 +70,11 @@ def is_readable(subject: object, name: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("module", [st, st.optim, st.integrations])
+def test_dir_of_a_module_lists_its_public_names_alone(module: ModuleType) -> None:
+    assert {name for name in dir(module) if not name.startswith("__")} == {*module.__all__} - {"__version__"}
+
+
 def test_dir_lists_the_flats_of_a_packed_list_alone() -> None:
     tl = st.TensorList([torch.ones(2)])
     assert "flats" not in dir(tl)
@@ -117,6 +122,21 @@ def test_a_notebook_shows_a_runner_with_the_table_of_its_buckets() -> None:
     assert "<td>seq=16</td>" in html
 
 
+def test_a_captured_optimizer_shows_that_it_is_and_that_a_cpu_has_no_graph() -> None:
+    opt = optimizer()
+    plain = repr(opt)
+    capture = opt.capture()
+    assert "captured: no graph on a CPU, 0 eager steps" in repr(capture)
+    assert repr(opt) == f"{plain[:-1]}captured: no graph on a CPU, 0 eager steps\n)"
+    opt.step()
+    for p in opt.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert capture._repr_html_().startswith(
+        "<p>&lt;Capture: captured: no graph on a CPU, 2 eager steps&gt;</p><ul><li>"
+    )
+
+
 MISSES: dict[str, tuple[Callable[[], object], str]] = {
     "a Dim alone": (lambda: st.pad(torch.ones(5), SEQ), r"such as st.pad\(x, \{0: seq\}\); got the Dim alone"),  # type: ignore[arg-type]
     "a dim and a Dim": (lambda: st.pad(torch.ones(5), 1, SEQ), r"such as st.pad\(x, \{1: seq\}\); got 1"),  # type: ignore[arg-type]
@@ -131,6 +151,15 @@ MISSES: dict[str, tuple[Callable[[], object], str]] = {
     "an int for rows": (lambda: st.chunk(torch.ones(8, 4), 16), r"dim must be in \[-2, 1\], got 16; .*rows=16"),
     "bytes for rows": (lambda: st.chunk(torch.ones(8, 4), "1GiB"), r"memory_limit='1GiB'"),  # type: ignore[arg-type]
     "a model": (lambda: st.optim.AdamW(torch.nn.Linear(2, 2)), r"got a Linear: give its model.parameters\(\)"),  # type: ignore[arg-type]
+    "a method of a model": (
+        lambda: st.optim.AdamW(torch.nn.Linear(2, 2).parameters),  # type: ignore[arg-type]
+        r"got the method parameters of a Linear: call it, model.parameters\(\)",
+    ),
+    "the folder for its function": (lambda: st.chunked(torch.ones(3)), r"call st.chunk\(x\)"),  # type: ignore[operator]
+    "the adjective for the verb": (lambda: st.padded(torch.ones(3), {0: SEQ}), r"call st.pad\(x, \{1: seq\}\)"),  # type: ignore[operator]
+    "another case": (lambda: st.optim.adamw, r"'subtensors.optim' has no attribute 'adamw'; did you mean 'AdamW'\?"),  # type: ignore[attr-defined]
+    "an optimizer of torch alone": (lambda: st.optim.LBFGS, r"several times a step, .*: torch.optim.LBFGS$"),  # type: ignore[attr-defined]
+    "schedulers": (lambda: st.optim.lr_scheduler, r"torch.optim.lr_scheduler takes these optimizers$"),  # type: ignore[attr-defined]
     "another option": (
         lambda: st.optim.AdamW([torch.ones(2)], learning_rate=1e-3),  # type: ignore[call-arg]
         r"AdamW has no option 'learning_rate'; did you mean 'lr'\?",

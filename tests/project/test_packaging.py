@@ -165,6 +165,8 @@ def test_make_demo_installs_what_the_demo_needs_and_make_test_adds_the_rest(tmp_
 
 
 def test_the_repository_has_the_files_that_hosts_look_for() -> None:
-    names = "LICENSE CITATION.cff SECURITY.md CODE_OF_CONDUCT.md .pre-commit-config.yaml .github/Dockerfile"
+    names = (
+        "LICENSE CITATION.cff SECURITY.md CODE_OF_CONDUCT.md .pre-commit-config.yaml .github/Dockerfile .dockerignore"
+    )
     for name in [*names.split(), ".github/ISSUE_TEMPLATE/bug.yml"]:
         assert (ROOT / name).is_file(), name

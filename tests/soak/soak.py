@@ -16,6 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection
+from math import inf
 
 os.environ.setdefault("TRITON_INTERPRET", "0")
 
@@ -58,11 +59,14 @@ class Soak:
         self._measured_at: list[int] = []
         self._measured: list[list[int]] = [[] for _ in self.gauges]
 
-    def run(self, seconds: float, every: float = 10.0, show: Callable[[str], object] = print) -> str:
-        """Go round.
+    def run(
+        self, seconds: float = inf, rounds: float = inf, every: float = 10.0, show: Callable[[str], object] = print
+    ) -> str:
+        """Go round, until so many seconds or rounds have passed.
 
         Args:
             seconds: how long, once everything is warm.
+            rounds: how many, once everything is warm: a test takes as many on a busy machine.
             every: how many seconds there are between two lines.
             show: prints a line.
 
@@ -73,20 +77,21 @@ class Soak:
             for job in self.jobs * WARM_ROUNDS:
                 self._round(job)
             self._measure()
-            began = shown = sampled = time.monotonic()
-            first = self.rounds
-            while (now := time.monotonic()) - began < seconds:
+            began = shown = now = time.monotonic()
+            first, samples = self.rounds, 0
+            while (done := max((now - began) / seconds, (self.rounds - first) / rounds)) < 1:
                 self._round(self._order.choice(self.jobs))
-                if now - sampled >= seconds / SAMPLES:
+                if done * SAMPLES >= samples + 1:
                     self._measure()
-                    sampled = time.monotonic()
+                    samples += 1
+                now = time.monotonic()
                 if now - shown >= every:
-                    show(self._line(now - began, (self.rounds - first) / (now - began)))
+                    show(self._line(now - began, self.rounds - first))
                     shown = now
             self._measure()
         except AssertionError as error:
             return f"round {self.rounds}: {error}"
-        show(self._line(seconds, (self.rounds - first) / seconds))
+        show(self._line(now - began, self.rounds - first))
         found = [g.complaint(self._measured_at, v) for g, v in zip(self.gauges, self._measured, strict=True)]
         return "; ".join(filter(None, found))
 
@@ -107,12 +112,12 @@ class Soak:
     def _pool_bytes(self) -> int:
         return sum(job.pool_bytes() for job in self.jobs if hasattr(job, "pool_bytes"))
 
-    def _line(self, seconds: float, rate: float) -> str:
+    def _line(self, seconds: float, rounds: int) -> str:
         parts = [
             f"{gauge.name} {_short(values[-1])} ({gauge.growth(self._measured_at, values):+.2g} a round)"
             for gauge, values in zip(self.gauges, self._measured, strict=True)
         ]
-        return f"{seconds:5.0f} s, {self.rounds} rounds, {rate:.0f} a second; " + ", ".join(parts)
+        return f"{seconds:5.0f} s, {self.rounds} rounds, {rounds / seconds:.0f} a second; " + ", ".join(parts)
 
 
 def _short(value: int) -> str:
@@ -124,6 +129,7 @@ def main() -> None:
     """Run a soak of the length that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--rounds", type=float, default=inf, help="end after this many, if the minutes are not over")
     parser.add_argument("--every", type=float, default=10, help="seconds between two lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variety", type=int, default=8, help="jobs of each kind")
@@ -138,7 +144,7 @@ def main() -> None:
     leak = (lambda: kept.append(torch.ones(1000))) if options.leak else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     soak = Soak(device, options.seed, options.variety, leak, options.kinds)
-    if wrong := soak.run(60 * options.minutes, options.every):
+    if wrong := soak.run(60 * options.minutes, options.rounds, options.every):
         raise SystemExit(wrong)
     print(f"{soak.rounds} rounds on {device}, no wrong value, no growth")
 

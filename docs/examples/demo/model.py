@@ -84,7 +84,7 @@ class GPT(nn.Module):
     Args:
         size: of the model.
         vocabulary: how many tokens there are.
-        chunked: give logits as a ChunkedTensor: they and their gradient are then never there in full.
+        chunked: give logits as a ChunkedTensor: they and their gradient are then taken in parts.
 
     >>> import torch
     >>> GPT(Size(layers=1, width=8, heads=2, context=16), 300)(torch.zeros(3, 5, dtype=torch.long)).shape

@@ -94,7 +94,7 @@ def _optimizer_configuration() -> Callable[..., object]:
 
 
 def loss(loss_fn: object = None, **division: object) -> object:
-    """Return the configuration of a loss whose logits are never there in full.
+    """Return the configuration of a loss that takes its logits in parts.
 
     Args:
         loss_fn: configuration of the loss of logits and labels; None for torchtitan's `CrossEntropyLoss.Config()`.

@@ -1,4 +1,4 @@
-"""TRL's trainers for SFT, DPO and GRPO, with scores of tokens that never make logits in full, and `st.optim`.
+"""TRL's trainers for SFT, DPO and GRPO, with scores of tokens that take logits in parts, and `st.optim`.
 
 python docs/examples/integrations/with_trl.py --trainer grpo
 """

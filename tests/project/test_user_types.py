@@ -1,0 +1,78 @@
+"""What `mypy --strict` makes of a user's program: calls have their types, and what is documented passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import subtensors as st
+
+
+def lists(p: st.TensorList) -> None:
+    assert_type(p[0], Tensor)
+    assert_type(p["w"], Tensor)
+    assert_type(p["layers", 0], Tensor)
+    assert_type(p[1:], st.TensorList)
+    assert_type(p[...], st.TensorList)
+
+
+def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+def programs() -> None:
+    run = st.bucketed(scaled, {"x": {0: st.Dim("n", max=8, buckets=4)}})
+    assert_type(run(torch.ones(3), factor=3.0), Tensor)
+
+
+def optimizers(model: nn.Module) -> None:
+    opt = st.optim.AdamW(model.parameters(), lr=1e-3, max_norm=1.0)
+    opt.step()
+    assert_type(opt.step(lambda: 1.0), float)
+    assert_type(opt.capture(packed=True).stats(), dict[str, int])
+    torch.optim.lr_scheduler.StepLR(opt, 10).step()
+
+
+def transformers_models(model: nn.Module) -> None:
+    applied = st.integrations.transformers.apply(model, "adamw", lr=1e-3, compile=True)
+    applied.optimizer.step()
+    lion = st.integrations.transformers.apply(model, st.optim.Lion, lr=1e-3)
+    assert_type(lion.optimizer, st.optim.Lion)
+    alone = st.integrations.transformers.apply(model, loss={"memory_limit": "1GiB"})
+    assert_type(alone.optimizer, None)
+    alone.revert()
+
+
+def mistakes(model: nn.Module) -> None:
+    st.chunked(torch.ones(3))  # type: ignore[operator]
+    st.optim.adamw(model.parameters())  # type: ignore[attr-defined]
+    st.optim.AdamW(model.parameters(), learning_rate=1e-3)  # type: ignore[call-arg]
+"""
+
+
+def test_a_users_program_passes_mypy_strict_with_its_types_known(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    cache = "/dev/null" if pytestconfig.cache is None else pytestconfig.cache.mkdir("mypy")  # torch takes half a minute
+    checker = [sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores", "--cache-dir", str(cache)]
+    done = subprocess.run(
+        [*checker, "--config-file", "", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT / ".ci" / "editable")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "Success: no issues found in 1 source file\n")
