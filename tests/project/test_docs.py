@@ -185,3 +185,11 @@ def test_the_site_builds_without_a_warning_and_no_link_of_it_is_dead(tmp_path: P
     api = (tmp_path / "api.html").read_text()
     assert "A tensor padded to bucket sizes" in api
     assert "doc-section-item" in api or "doc-md-description" in api
+
+
+def test_the_first_page_shows_the_jobs_of_the_readme() -> None:
+    begin, end = "On an NVIDIA H200, each way", "weights random."
+    readme, index = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    assert index.partition(begin)[2].partition(end)[0] == readme.partition(begin)[2].partition(end)[0].replace(
+        "docs/", ""
+    )
