@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from subtensors.arguments import shown
 from subtensors.bucketed.check import Schedule
@@ -13,10 +13,45 @@ from subtensors.dispatch.torch_internals.compiler import OPTIONS, is_backend
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Result = TypeVar("Result", covariant=True)
+
+
+class _Module(Protocol[P, Result]):
+    """A module, whose call is typed by its `forward`."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+
+@overload
+def bucketed(
+    program: _Module[P, R],
+    dims: Mapping[Any, object],
+    compile: bool | dict[str, object] = ...,
+    max_graphs: int | None = ...,
+    memory_limit: int | str | None = ...,
+    on_miss: OnMiss = ...,
+    max_waste: float | None = ...,
+    check: Schedule = ...,
+    key: object = ...,
+) -> Bucketed[P, R]: ...
+
+
+@overload
+def bucketed(
+    program: Callable[P, R],
+    dims: Mapping[Any, object],
+    compile: bool | dict[str, object] = ...,
+    max_graphs: int | None = ...,
+    memory_limit: int | str | None = ...,
+    on_miss: OnMiss = ...,
+    max_waste: float | None = ...,
+    check: Schedule = ...,
+    key: object = ...,
+) -> Bucketed[P, R]: ...
 
 
 def bucketed(
-    program: Callable[P, R],
+    program: _Module[..., Any] | Callable[..., Any],
     dims: Mapping[Any, object],
     compile: bool | dict[str, object] = False,
     max_graphs: int | None = None,
@@ -25,7 +60,7 @@ def bucketed(
     max_waste: float | None = None,
     check: Schedule = "first",
     key: object = None,
-) -> Bucketed[P, R]:
+) -> Bucketed[..., Any]:
     """Run a program over varying sizes as one CUDA graph per bucket: pad the inputs, replay, cut the results back.
 
     Args:

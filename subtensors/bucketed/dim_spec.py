@@ -265,7 +265,7 @@ def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterat
         from rich.console import Console
         from rich.progress import track
     except ImportError:
-        _log.info('a progress bar needs rich: pip install "subtensors[plot]"')
+        _log.info("a progress bar needs rich: pip install rich")
         yield from steps
         return
     yield from track(steps, description, console=Console(stderr=True))

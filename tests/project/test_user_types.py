@@ -35,6 +35,8 @@ def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
 def programs() -> None:
     run = st.bucketed(scaled, {"x": {0: st.Dim("n", max=8, buckets=4)}})
     assert_type(run(torch.ones(3), factor=3.0), Tensor)
+    layer = st.bucketed(nn.Linear(4, 4), {0: st.Dim("n", max=8, buckets=4)}, compile=True)
+    assert_type(layer(torch.ones(3, 4)), Tensor)
 
 
 def optimizers(model: nn.Module) -> None:
@@ -56,6 +58,7 @@ def transformers_models(model: nn.Module) -> None:
 
 
 def mistakes(model: nn.Module) -> None:
+    st.bucketed(nn.Linear(4, 4), {})(torch.ones(3, 4), 2.0)  # type: ignore[call-arg]
     st.chunked(torch.ones(3))  # type: ignore[operator]
     st.optim.adamw(model.parameters())  # type: ignore[attr-defined]
     st.optim.AdamW(model.parameters(), learning_rate=1e-3)  # type: ignore[call-arg]
