@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 apply_to_trainer = st.integrations.transformers.apply_to_trainer
+OPTIMIZERS = st.integrations.transformers.OPTIMIZERS
 
 STEPS = 6
 
@@ -186,6 +187,23 @@ def test_options_given_go_before_those_of_the_trainer(tmp_path: Path) -> None:
     other = trainer_in(tmp_path)
     apply_to_trainer(other, "lion")
     assert other.create_optimizer().defaults["betas"] == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"muon"}))
+def test_every_optimizer_trains_by_its_name(name: str, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    apply_to_trainer(trainer, name)
+    made, before, losses = trainer.create_optimizer(), weights(trainer), []
+    assert type(made) is OPTIMIZERS[name]
+    for _ in range(3):
+        loss = trainer.model(**{key: value[None] for key, value in Rows()[3].items()}).loss
+        losses.append(float(loss))
+        loss.backward()
+        made.step()
+        made.zero_grad()
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+    assert losses[-1] < losses[0]
+    assert not any(map(torch.equal, before, weights(trainer)))
 
 
 def with_optimizer(folder: Path) -> Any:
