@@ -23,6 +23,7 @@ from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.runner import Bucketed
 from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
+from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
 
@@ -112,6 +113,7 @@ class BucketedStep:
             f"{kind.__name__} has a {' and a '.join(own)} of its own": own,
             "the layers are compiled, at lengths of their own": self.is_compiled,
             "the optimizer is none of st.optim": not isinstance(optimizer, Optimizer),
+            "a graph would hold the learning rate of a matrix optimizer": isinstance(optimizer, MatrixOptimizer),
             "the optimizer accumulates gradients itself": getattr(optimizer, "defaults", {}).get("accumulate", 1) != 1,
             "the trainer clips gradients between backward and step": args.max_grad_norm,
             "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO" or args.n_gpu > 1,

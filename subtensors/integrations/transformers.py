@@ -18,6 +18,7 @@ from subtensors.integrations.token_scores import TokenScores
 from subtensors.integrations.trainer_step import Accelerator, Arguments, BucketedStep, Trainer
 from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
+from subtensors.optim.algorithms.muon_groups import with_adamw
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
 
@@ -64,7 +65,8 @@ def apply(
 
     Args:
         model: any whose head is linear, tied or not, one with adapters of PEFT included; then the one that is called.
-        optimizer: a name of a class of st.optim, such as "adamw", or the class; None for none.
+        optimizer: a name of a class of st.optim, such as "adamw", or the class; None for none. By the name "muon" the
+            matrices of the layers are Muon's, and embeddings, the head, norms and biases AdamW's, at one `lr`.
         loss: "chunked" for logits that are never materialized where a loss reads them, whichever loss that is; or the
             arguments of `st.chunk` as a dict, such as `{"memory_limit": "1GiB"}`; None to leave it alone.
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
@@ -107,7 +109,7 @@ def apply(
         raise TypeError(f"apply takes no {', '.join(options)} without an optimizer")
     head = output_head(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    made = None if optimizer is None else _optimizer(optimizer)(trained, **options)
+    made = None if optimizer is None else _optimizer(optimizer, model, head)(trained, **options)
     undo = ExitStack()
     try:
         if chunking is not None:
@@ -172,7 +174,7 @@ def apply_to_trainer(
     else:
         if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
             raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
-        make = _optimizer(optimizer)
+        make = _optimizer(optimizer, trainer.model, output_head(trainer.model))
         given = {**_trainer_options(make, trainer.args), **options}
         make([p for p in trainer.model.parameters() if p.requires_grad], **given)  # refuses now what would fail later
         applied = apply(trainer.model, **changes)  # type: ignore[arg-type]
@@ -219,13 +221,13 @@ def _trainer_options(make: Callable[..., Optimizer], arguments: Arguments) -> di
     return options
 
 
-def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
-    """Look up an optimizer."""
+def _optimizer(which: str | type[Optimizer], model: nn.Module, head: nn.Module) -> Callable[..., Optimizer]:
+    """Look up an optimizer; Muon by its name is for the matrices of a model's layers."""
     if isinstance(which, type) and issubclass(which, Optimizer):
         return which
     name = which.lower() if isinstance(which, str) else getattr(which, "__name__", "").lower()
     if isinstance(which, str) and name in OPTIMIZERS:
-        return OPTIMIZERS[name]
+        return with_adamw(model, head) if name == "muon" else OPTIMIZERS[name]
     advice = f": {name!r} names that of st.optim" if name in OPTIMIZERS else ""
     raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, or a class of st.optim; got {shown(which)}{advice}")
 

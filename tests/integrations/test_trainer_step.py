@@ -150,6 +150,7 @@ PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a loss of its own": ({"kind": Counting}, {"optimizer": "adamw"}, "Counting has a compute_loss of its own"),
     "compiled": ({}, {"optimizer": "adamw", "compile": {"backend": "eager"}}, "layers are compiled"),
     "another optimizer": ({}, {}, "none of st.optim"),
+    "whole matrices": ({}, {"optimizer": "muon"}, "learning rate of a matrix optimizer"),
     "clipped by the trainer": ({}, {"optimizer": "adamw", "max_norm": None}, "clips gradients between"),
     "accumulating": ({}, {"optimizer": "adamw", "accumulate": 2}, "accumulates gradients itself"),
 }
