@@ -93,7 +93,7 @@ class Bucketed(Reports, Generic[P, R]):
         self.graph_cache = GraphCache(self.name, self.state, max_graphs, memory_limit, compile_options)
         self._lock = threading.RLock()
         self.call_cache = CallCache(program, self.dims, self.state, self.graph_cache, max_waste)
-        self._example: tuple[Args, Kwargs] | None = None
+        self._example: list[tuple[Args, Kwargs]] = []
         self._warms_up_first = False
         self.fallbacks = Fallbacks(self.name, on_miss == "error")
         self._generation: Generation[Bucketed[..., PyTree]] | None = None
@@ -149,7 +149,7 @@ class Bucketed(Reports, Generic[P, R]):
     def _add_call(
         self, key: CallKey, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs
     ) -> CachedCall:
-        self._example = self._example or (args, kwargs)
+        self._example[:] = self._example or [(args, kwargs)]
         cached = self.call_cache.add(key, shared, leaves, args, kwargs)
         if self._warms_up_first and not cached.reason and cached.bucket is not None:
             self._warms_up_first = False
@@ -275,10 +275,10 @@ class Bucketed(Reports, Generic[P, R]):
         flag("progress", progress)
         with self._lock:
             if not args and not kwargs:
-                if self._example is None:
+                if not self._example:
                     self._warms_up_first = True
                     return self
-                args, kwargs = self._example
+                ((args, kwargs),) = self._example
             calls = warmup_calls(self.dims, self.graph_cache.max_graphs, args, kwargs)
             devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
             self.state.guard.check_resident()

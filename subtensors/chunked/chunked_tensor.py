@@ -174,6 +174,8 @@ def _from_local(
     """`DTensor.from_local` of chunked rows, which may be gathered, or of a number of theirs, which is computed."""
     if isinstance(x, ChunkedNumber):
         return make_distributed(x.realize(), device_mesh, placements, **options)
+    if isinstance(x, PlanTensor):
+        return x.redistribute(device_mesh, placements or ())
     ref = alias_ref(x)
     layout = ref.value.layout
     if layout is not None and any(not placement.is_replicate() for placement in placements or ()):

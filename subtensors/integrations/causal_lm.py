@@ -84,7 +84,8 @@ class ChunkedHead:
             raise ValueError(f"the head of {type(model).__name__} is chunked already; revert() that first")
         undo.callback(model.register_forward_pre_hook(self._before_model, with_kwargs=True).remove)
         undo.callback(model.register_forward_hook(self._after_model, always_call=True).remove)
-        undo.callback(head.register_forward_pre_hook(self._before_head).remove)
+        # Before a hook of `parallelize_module`, which makes a DTensor of what it is given.
+        undo.callback(head.register_forward_pre_hook(self._before_head, prepend=True).remove)
 
     def _before_model(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.has_labels = kwargs.get("labels") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from subtensors.arguments import shown
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head, prefer_attention
 from subtensors.integrations.token_scores import TokenScores
+from subtensors.integrations.trainer_step import Accelerator, Arguments, BucketedStep, Trainer
 from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
+from subtensors.optim.algorithms.muon_groups import with_adamw
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
 
@@ -109,7 +111,8 @@ def apply(
 
     Args:
         model: any whose head is linear, tied or not, one with adapters of PEFT included; then the one that is called.
-        optimizer: a name of a class of st.optim, such as "adamw", or the class; None for none.
+        optimizer: a name of a class of st.optim, such as "adamw", or the class; None for none. By the name "muon" the
+            matrices of the layers are Muon's, and embeddings, the head, norms and biases AdamW's, at one `lr`.
         loss: "chunked" for logits that are never materialized where a loss reads them, whichever loss that is; or the
             arguments of `st.chunk` as a dict, such as `{"memory_limit": "1GiB"}`; None to leave it alone.
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
@@ -152,7 +155,7 @@ def apply(
         raise TypeError(f"apply takes no {', '.join(options)} without an optimizer")
     head = output_head(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    made = None if optimizer is None else _optimizer(optimizer)(trained, **options)
+    made = None if optimizer is None else _optimizer(optimizer, model, head)(trained, **options)
     undo = ExitStack()
     try:
         if chunking is not None:
@@ -168,32 +171,8 @@ def apply(
     return Applied(made, undo)
 
 
-class _Arguments(Protocol):
-    learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-    max_grad_norm: float
-
-
-class _Accelerator(Protocol):
-    distributed_type: object
-    clip_grad_norm_: Callable[..., Tensor]
-    unscale_gradients: Callable[[], None]
-
-
-class _Trainer(Protocol):
-    """The attributes of a `Trainer` that are read and set."""
-
-    model: nn.Module
-    args: _Arguments
-    optimizer: torch.optim.Optimizer | None
-    optimizer_cls_and_kwargs: tuple[Callable[..., Optimizer], dict[str, object]] | None
-    accelerator: _Accelerator
-
-
 def apply_to_trainer(
-    trainer: _Trainer,
+    trainer: Trainer,
     optimizer: str | type[Optimizer] | None = None,
     *,
     loss: LossOption = "chunked",
@@ -206,8 +185,9 @@ def apply_to_trainer(
 
     The trainer makes the optimizer, with its own groups, from `learning_rate`, and from `adam_beta1`, `adam_beta2` and
     `adam_epsilon` where these were changed; its checkpoints hold the state. `max_grad_norm` becomes the optimizer's
-    `max_norm`, so that gradients are clipped once, inside the step; the norm is logged as before. TRL's trainers for
-    SFT, DPO and GRPO, which score tokens without calling the head, then do so by chunks of the model's own logits.
+    `max_norm`, so that gradients are clipped once, inside the step; the norm is logged as before. With `buckets` a
+    training step is one program of `st.bucketed`, too, or one line of the log says why not. TRL's trainers for SFT, DPO
+    and GRPO, which score tokens without calling the head, then do so by chunks of the model's own logits.
 
     Args:
         trainer: one that has made no optimizer yet.
@@ -234,25 +214,31 @@ def apply_to_trainer(
     for theirs, ours, name in (("torch_compile", compile, "compile"), ("use_liger_kernel", loss, "loss")):
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
+    changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
+    applied: Applied[None]
     if optimizer is None:
-        return apply(trainer.model, None, loss=loss, compile=compile, buckets=buckets, attention=attention, **options)
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
-    make = _optimizer(optimizer)
-    given = {**_trainer_options(make, trainer.args), **options}
-    make([{"params": [torch.zeros(1, 1)]}], **given)  # refuses now what the trainer would meet when it begins
-    applied = apply(trainer.model, loss=loss, compile=compile, buckets=buckets, attention=attention)
-    keep(trainer, "optimizer_cls_and_kwargs", applied._undo)
-    trainer.optimizer_cls_and_kwargs = (make, given)
-    if given.get("max_norm") is not None:
-        keep(trainer.args, "max_grad_norm", applied._undo)
-        trainer.args.max_grad_norm = 0.0
-        keep(trainer.accelerator, "clip_grad_norm_", applied._undo)
-        trainer.accelerator.clip_grad_norm_ = _reading_norm(trainer.accelerator)
+        changes.update(options)  # which it refuses
+        applied = apply(trainer.model, None, **changes)
+    else:
+        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+            raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
+        make = _optimizer(optimizer, trainer.model, output_head(trainer.model))
+        given = {**_trainer_options(make, trainer.args), **options}
+        make([p for p in trainer.model.parameters() if p.requires_grad], **given)  # refuses now what would fail later
+        applied = apply(trainer.model, None, **changes)
+        keep(trainer, "optimizer_cls_and_kwargs", applied._undo)
+        trainer.optimizer_cls_and_kwargs = (make, given)
+        if given.get("max_norm") is not None:
+            keep(trainer.args, "max_grad_norm", applied._undo)
+            trainer.args.max_grad_norm = 0.0
+            keep(trainer.accelerator, "clip_grad_norm_", applied._undo)
+            trainer.accelerator.clip_grad_norm_ = _reading_norm(trainer.accelerator)
+    if buckets is not None:
+        BucketedStep(trainer, buckets, bool(compile)).install(applied._undo)
     return applied
 
 
-def _reading_norm(accelerator: _Accelerator) -> Callable[..., Tensor]:
+def _reading_norm(accelerator: Accelerator) -> Callable[..., Tensor]:
     """Make a `clip_grad_norm_` that writes no gradients where no norm is too large."""
     clip = accelerator.clip_grad_norm_
 
@@ -269,7 +255,7 @@ _PLAIN = ("DistributedType.NO", "DistributedType.MULTI_GPU", "DistributedType.MU
 """Where gradients are whole on each process, and the accelerator does no more than to clip."""
 
 
-def _trainer_options(make: Callable[..., Optimizer], arguments: _Arguments) -> dict[str, object]:
+def _trainer_options(make: Callable[..., Optimizer], arguments: Arguments) -> dict[str, object]:
     """The optimizer's options that a trainer's arguments say."""
     taken = inspect.signature(make).parameters
     options: dict[str, object] = {"lr": arguments.learning_rate}
@@ -283,13 +269,13 @@ def _trainer_options(make: Callable[..., Optimizer], arguments: _Arguments) -> d
     return options
 
 
-def _optimizer(which: str | type[Optimizer]) -> Callable[..., Optimizer]:
-    """Look up an optimizer."""
+def _optimizer(which: str | type[Optimizer], model: nn.Module, head: nn.Module) -> Callable[..., Optimizer]:
+    """Look up an optimizer; Muon by its name is for the matrices of a model's layers."""
     if isinstance(which, type) and issubclass(which, Optimizer):
         return which
     name = which.lower() if isinstance(which, str) else getattr(which, "__name__", "").lower()
     if isinstance(which, str) and name in OPTIMIZERS:
-        return OPTIMIZERS[name]
+        return with_adamw(model, head) if name == "muon" else OPTIMIZERS[name]
     advice = f": {name!r} names that of st.optim" if name in OPTIMIZERS else ""
     raise ValueError(f"optimizer is one of {', '.join(OPTIMIZERS)}, or a class of st.optim; got {shown(which)}{advice}")
 

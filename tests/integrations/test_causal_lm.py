@@ -376,6 +376,13 @@ def odd_head() -> Any:
     return model
 
 
+def trained_norms() -> Any:
+    model = causal_lm()
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" in name)
+    return model
+
+
 REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "an encoder": (t5, {}, TypeError, "T5ForConditionalGeneration is an encoder and a decoder"),
     "no head": (without_head, {}, TypeError, r"head is a torch.nn.Linear; that of LlamaModel, .*, is None"),
@@ -388,6 +395,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         ValueError,
         "'adamw' names that of st.optim",
     ),
+    "no matrices": (trained_norms, {"optimizer": "muon"}, ValueError, "is a matrix of the model's layers"),
     "a loss": (causal_lm, {"loss": "liger"}, ValueError, "loss is \"chunked\", .* got 'liger'"),
     "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
     "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 apply_to_trainer = st.integrations.transformers.apply_to_trainer
+OPTIMIZERS = st.integrations.transformers.OPTIMIZERS
 
 STEPS = 6
 
@@ -139,7 +140,7 @@ def test_training_evaluation_and_prediction_are_those_of_the_trainer_alone(way: 
     assert "forward" not in vars(ours.model.model)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
 def test_a_run_that_resumes_from_a_checkpoint_ends_bit_by_bit_where_it_would_have(
     optimizer: str, tmp_path: Path
 ) -> None:
@@ -186,6 +187,46 @@ def test_options_given_go_before_those_of_the_trainer(tmp_path: Path) -> None:
     other = trainer_in(tmp_path)
     apply_to_trainer(other, "lion")
     assert other.create_optimizer().defaults["betas"] == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_by_its_name(name: str, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    apply_to_trainer(trainer, name)
+    made, before, losses = trainer.create_optimizer(), weights(trainer), []
+    assert name == "muon" or type(made) is OPTIMIZERS[name]
+    for _ in range(3):
+        loss = trainer.model(**{key: value[None] for key, value in Rows()[3].items()}).loss
+        losses.append(float(loss))
+        loss.backward()
+        made.step()
+        made.zero_grad()
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+    assert losses[-1] < losses[0]
+    assert not any(map(torch.equal, before, weights(trainer)))
+
+
+def test_muon_is_for_the_matrices_of_layers_and_adamw_for_the_rest(tmp_path: Path) -> None:
+    trainers = [trainer_in(tmp_path, adam_beta2=0.95, max_grad_norm=0.0) for _ in range(2)]
+    apply_to_trainer(trainers[0], "muon")
+    together = trainers[0].create_optimizer()
+    named = list(trainers[1].model.named_parameters())
+    layers = [p for name, p in named if "_proj" in name]
+    norms = [p for name, p in named if "norm" in name]
+    embedding = [p for name, p in named if "embed" in name]
+    assert len(layers) + len(norms) + len(embedding) == len(named)
+    apart = [
+        st.optim.Muon(layers, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        st.optim.AdamW([{"params": embedding}, {"params": norms, "weight_decay": 0.0}], 1e-2, (0.9, 0.95), 1e-8, 0.1),
+    ]
+    for seed in range(3):
+        for trainer, optimizers in zip(trainers, ([together], apart), strict=True):
+            torch.manual_seed(seed)
+            for p in trainer.model.parameters():
+                p.grad = torch.randn_like(p)
+            for optimizer in optimizers:
+                optimizer.step()
+    torch.testing.assert_close(*map(weights, trainers))
 
 
 def with_optimizer(folder: Path) -> Any:

@@ -1,0 +1,186 @@
+"""A `transformers.Trainer`'s training step as one bucketed program: loss, backward and the optimizer's step.
+
+    Trainer's loop    training_step -> clip_grad_norm_ -> optimizer.step -> lr_scheduler.step -> zero_grad
+    here              one replay       the norm of it     nothing: there     as before           nothing
+                                                          are no gradients
+
+The loss is what the trainer's own `compute_loss` gives. The loop is the trainer's, so that its callbacks, schedules,
+logs and checkpoints are what they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.runner import Bucketed
+from subtensors.integrations.undo import keep
+from subtensors.lists.norms import total_norm
+from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer
+from subtensors.optim.optimizer import Optimizer
+from subtensors.sizes.dims import Dim
+
+_log = logging.getLogger("subtensors.integrations")
+
+Inputs = Mapping[str, object]
+
+
+class Accelerator(Protocol):
+    """The attributes of accelerate's that are read and set."""
+
+    distributed_type: object
+    scaler: object
+    sync_gradients: bool
+    clip_grad_norm_: Callable[..., Tensor]
+    unscale_gradients: Callable[[], None]
+
+
+class Arguments(Protocol):
+    """The attributes of `TrainingArguments` that are read and set."""
+
+    learning_rate: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float
+    n_gpu: int
+    torch_empty_cache_steps: int | None
+
+
+class Trainer(Protocol):
+    """The attributes of a `Trainer` that are read and set."""
+
+    model: nn.Module
+    args: Arguments
+    optimizer: torch.optim.Optimizer | None
+    optimizer_cls_and_kwargs: tuple[Callable[..., Optimizer], dict[str, object]] | None
+    accelerator: Accelerator
+    current_gradient_accumulation_steps: int
+    training_step: Callable[..., Tensor]
+    compute_loss: Callable[..., object]
+
+
+class BucketedStep:
+    """A trainer's `training_step` that takes the whole step, in the bucket of the batch's length.
+
+    With gradient accumulation each batch is a replay, and the last one's takes the step. Gradients then add up in
+    memory of their own, which stays.
+
+    Args:
+        trainer: whose step it is.
+        length: the dim of the sequence.
+        is_compiled: whether the layers are compiled.
+    """
+
+    def __init__(self, trainer: Trainer, length: Dim, is_compiled: bool) -> None:
+        self.trainer, self.length, self.is_compiled = trainer, length, is_compiled
+        self.plain, self.clip = trainer.training_step, trainer.accelerator.clip_grad_norm_
+        self.run: Bucketed[..., tuple[Tensor, Tensor | None]] | None = None
+        self.optimizer: Optimizer | None = None
+        self.sums: list[tuple[Tensor, Tensor]] = []
+        self.norm: Tensor | None = None
+        self.said = ""
+
+    def install(self, undo: ExitStack) -> None:
+        """Put it in the place of the trainer's own, and make the norm that is logged that of the step."""
+        keep(self.trainer, "training_step", undo)
+        self.trainer.training_step = self
+        keep(self.trainer.accelerator, "clip_grad_norm_", undo)
+        self.trainer.accelerator.clip_grad_norm_ = self._norm
+        undo.callback(self.release)
+
+    def release(self) -> None:
+        """Give the memory of graphs and gradients back."""
+        if self.run is not None:
+            self.run.release()
+        self.run, self.optimizer, self.sums = None, None, []
+
+    def reason(self, optimizer: object, tokens: object) -> str:
+        """Return why the trainer's own step is taken; empty if the whole step is."""
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        kind = type(trainer)
+        base = next((cls for cls in kind.__mro__ if cls.__module__ == "transformers.trainer"), object)
+        methods = {"training_step": self.plain, "compute_loss": trainer.compute_loss}
+        own = [name for name, f in methods.items() if getattr(f, "__func__", None) is not vars(base).get(name)]
+        reasons = {
+            f"{kind.__name__} has a {' and a '.join(own)} of its own": own,
+            "the layers are compiled, at lengths of their own": self.is_compiled,
+            "the optimizer is none of st.optim": not isinstance(optimizer, Optimizer),
+            "a graph would hold the learning rate of a matrix optimizer": isinstance(optimizer, MatrixOptimizer),
+            "the optimizer accumulates gradients itself": getattr(optimizer, "defaults", {}).get("accumulate", 1) != 1,
+            "the trainer clips gradients between backward and step": args.max_grad_norm,
+            "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO" or args.n_gpu > 1,
+            "a GradScaler asks the device whether to step": accelerator.scaler is not None,
+            "torch_empty_cache_steps frees memory within a step": args.torch_empty_cache_steps is not None,
+            "a batch has no input_ids, (batch, length)": not isinstance(tokens, Tensor) or tokens.ndim != 2,
+        }
+        return next((text for text, holds in reasons.items() if holds), "")
+
+    def __call__(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Take a step, or add a batch's gradients to those of the step, and return the loss."""
+        trainer, self.norm = self.trainer, None
+        optimizer = cast(Optimizer, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        ids = cast(Tensor, inputs.get("input_ids"))
+        if reason := self.reason(optimizer, ids):
+            if reason != self.said:
+                _log.warning("buckets= are for evaluation alone: %s", reason)
+                self.said = reason
+            return self.plain(model, inputs, num_items_in_batch)
+        if self.run is None or optimizer is not self.optimizer:
+            self.release()
+            self.run = bucketed(_program(self.plain, model, optimizer), {"tokens": {1: self.length}})
+            self.optimizer = optimizer
+        passes, is_last = trainer.current_gradient_accumulation_steps, trainer.accelerator.sync_gradients
+        if passes > 1:
+            self._accumulate(model)
+        for part in (model, optimizer):  # before the program does: its state is watched
+            if callable(train := getattr(part, "train", None)):
+                train()
+        tokens = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[1:2] == ids.shape[1:]}
+        rest = {name: x for name, x in inputs.items() if name not in tokens}
+        loss, self.norm = self.run(tokens, rest, num_items_in_batch, passes, is_last)
+        if passes > 1 and is_last:
+            model.zero_grad()
+        return loss
+
+    def _accumulate(self, model: nn.Module) -> None:
+        """Give parameters that have no gradients zeros to add to, the same memory each time."""
+        if not self.sums:
+            self.sums = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
+        empty = [(p, total) for p, total in self.sums if p.grad is None]
+        if empty:
+            torch._foreach_zero_([total for _, total in empty])
+        for p, total in empty:
+            p.grad = total
+
+    def _norm(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
+        return self.clip(parameters, max_norm, norm_type) if self.norm is None else self.norm
+
+
+def _program(
+    plain: Callable[..., Tensor], model: nn.Module, optimizer: Optimizer
+) -> Callable[[Inputs, Inputs, Tensor | int | None, int, bool], tuple[Tensor, Tensor | None]]:
+    """Return the program of a step, of a batch to its loss and, where it is the step's last, the gradients' norm."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    backward = weakref.WeakMethod(plain)  # what the trainer's loop counts is not watched as the program's state
+
+    def training_step(
+        tokens: Inputs, rest: Inputs, num_items_in_batch: Tensor | int | None, passes: int, is_last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        loss = cast("Callable[..., Tensor]", backward())(model, {**tokens, **rest}, num_items_in_batch)
+        if not is_last:
+            return loss, None
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        optimizer.step()
+        if passes == 1:
+            optimizer.zero_grad()
+        return loss, norm
+
+    return training_step
