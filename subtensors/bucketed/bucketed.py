@@ -51,7 +51,7 @@ def bucketed(
 
 
 def bucketed(
-    program: _Module[..., Any] | Callable[..., Any],
+    program: _Module[..., object] | Callable[..., object],
     dims: Mapping[Any, object],
     compile: bool | dict[str, object] = False,
     max_graphs: int | None = None,
