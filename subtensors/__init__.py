@@ -1,7 +1,7 @@
 """Tensor types around values you already have: padded tensors, lists of tensors, chunked tensors, static addresses."""
 
+from subtensors import arguments as _arguments
 from subtensors import integrations, optim
-from subtensors import near_misses as _near_misses
 from subtensors.bucketed.bucketed import bucketed
 from subtensors.bucketed.compare_runs import CheckReport
 from subtensors.chunked.chunked_tensor import ChunkedTensor, chunk
@@ -68,7 +68,7 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-_near_misses.refuse_calls(
+_arguments.refuse_calls(
     {
         "subtensors.chunked": "st.chunk(x)",
         "subtensors.padded": "st.pad(x, {1: seq})",

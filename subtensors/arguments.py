@@ -1,11 +1,14 @@
-"""Checks of public functions' arguments. Each error names the argument, what it takes, and the value."""
+"""Checks of public functions' arguments, and of names that are nearly right. Each error says what to write instead."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
-from collections.abc import Callable
-from typing import SupportsIndex
+import sys
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -88,3 +91,53 @@ def flag(name: str, value: object) -> None:
     """Raise TypeError unless an argument is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is True or False, got {shown(value)}")
+
+
+class Subpackage(ModuleType):
+    """A folder of the package that is called like what it holds, in place of the function."""
+
+    _instead: str
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError, with the function that is meant."""
+        raise TypeError(f"{self.__name__} is a folder of the package: call {self._instead}")
+
+
+def refuse_calls(instead: Mapping[str, str]) -> None:
+    """Make calls of subpackages errors that say what to call.
+
+    Args:
+        instead: by the full name of a subpackage that was imported, the call that is meant.
+
+    Example:
+        >>> import subtensors as st
+        >>> st.chunked(1)
+        Traceback (most recent call last):
+        ...
+        TypeError: subtensors.chunked is a folder of the package: call st.chunk(x)
+    """
+    for name, call in instead.items():
+        module = sys.modules[name]
+        module.__class__ = Subpackage
+        vars(module)["_instead"] = call
+
+
+def missing_name(module: str, name: str, names: Collection[str], elsewhere: Mapping[str, str]) -> AttributeError:
+    """Return the error about an attribute that a module lacks.
+
+    Args:
+        module: its full name.
+        name: of the attribute.
+        names: its public names.
+        elsewhere: what to say of names that users may expect there.
+
+    Example:
+        >>> print(missing_name("m", "adamw", ["Adam", "AdamW"], {}))
+        module 'm' has no attribute 'adamw'; did you mean 'AdamW'?
+        >>> print(missing_name("m", "LBFGS", ["Adam"], {"LBFGS": "torch has it"}))
+        module 'm' has no attribute 'LBFGS'; torch has it
+    """
+    known = {x.lower(): x for x in names}
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
+    advice = elsewhere.get(name) or (f"did you mean {known[close[0]]!r}?" if close else "")
+    return AttributeError(f"module {module!r} has no attribute {name!r}{'; ' * bool(advice)}{advice}")

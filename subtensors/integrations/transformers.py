@@ -19,7 +19,7 @@ from subtensors.integrations.token_scores import TokenScores
 from subtensors.integrations.trainer_step import Accelerator, Arguments, BucketedStep, Trainer
 from subtensors.integrations.undo import keep
 from subtensors.lists.norms import total_norm
-from subtensors.optim.algorithms.muon_groups import with_adamw
+from subtensors.optim.algorithms.muon import with_adamw
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NoReturn
 
-from subtensors.near_misses import missing_name
+from subtensors.arguments import missing_name
 from subtensors.optim.algorithms.adafactor import Adafactor
 from subtensors.optim.algorithms.adam import Adam, AdamW
 from subtensors.optim.algorithms.adam_variants import LAMB, Adamax, AdEMAMix, NAdam, RAdam
