@@ -39,6 +39,8 @@ JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
     aten.expand: (0,),
     aten.alias: (0,),
     aten.clone: (0,),
+    aten.stack: (0,),
+    aten.cat: (0,),
 }
 
 # op: the positions of arguments; only one of them may depend on the sums, since a product of two sums is not affine.
@@ -95,7 +97,8 @@ def _analyze(value: LazyValue, analyze: Callable[[LazyValue], tuple[bool, bool]]
     if not depending:
         return False, True
     packet = getattr(node.op, "overloadpacket", None)
-    if nested or value.needs_grad is False:
+    is_list = packet in (aten.stack, aten.cat)
+    if (nested and not is_list) or value.needs_grad is False:
         return True, False
     if packet in JOINTLY_LINEAR:
         # div.Tensor_mode rounds.

@@ -71,7 +71,7 @@ class RecomputeChunks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         results = forward_only(plan, tensors)
-        ctx.mark_non_differentiable(*(t for v, t in zip(plan.outputs, results, strict=True) if not v.needs_grad))
+        ctx.mark_non_differentiable(*(t for t, has in zip(results, plan.differentiated, strict=True) if not has))
         return tuple(results)
 
     @staticmethod
@@ -109,8 +109,10 @@ class FusedForwardBackward(torch.autograd.Function):
     """A scalar that is affine in sums over chunks; forward computes its gradients, too."""
 
     @staticmethod
-    def forward(ctx: _FusedContext, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor) -> Tensor:
-        """Run the pass.
+    def forward(
+        ctx: _FusedContext, plan: ChunkSchedule, epilogue: Epilogue, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run the pass, and return the scalar and the results of the pass, which have no gradient.
 
         Args:
             ctx: keeps state for backward.
@@ -132,25 +134,27 @@ class FusedForwardBackward(torch.autograd.Function):
                 leaves = chunk_leaves(plan, span, reads, needed)
                 outputs = run_chunk(plan, span, leaves, gradients)
                 results.add(span, outputs)
-                parts = [part for part in outputs if part is not None]  # every chunk has a part of a sum
-                tangents = [tangent.to(part.dtype) for tangent, part in zip(ctx.tangents, parts, strict=True)]
-                gradients.add(span, leaves, parts, tangents)
-                del leaves, outputs, parts, tangents
+                sums = zip(outputs, ctx.tangents, strict=False)  # the first results, of which every chunk has a part
+                parts = [(part, tangent.to(part.dtype)) for part, tangent in sums if part is not None]
+                gradients.add(span, leaves, [part for part, _ in parts], [tangent for _, tangent in parts])
+                del leaves, outputs, parts, sums
         ctx.gradients = gradients
-        return _epilogue_result(ctx, epilogue, results.finish(), others)
+        totals = results.finish()
+        ctx.mark_non_differentiable(*totals)
+        return _epilogue_result(ctx, epilogue, totals[: len(ctx.tangents)], others), *totals
 
     @staticmethod
     def backward(ctx: _FusedContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Scale the gradients that forward computed by the incoming gradient."""
-        (grad,) = upstream
-        tensors = ctx.saved_tensors
+        grad, tensors = upstream[0], ctx.saved_tensors
         if grad is None:
             return (None,) * (3 + len(tensors))
         grad = grad.reshape(())
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             needed = ctx.needs_input_grad[3 : 3 + ctx.count]
-            gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, ctx.tangents)
+            tangents = [*ctx.tangents, *[None] * (len(ctx.plan.outputs) - len(ctx.tangents))]
+            gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, tangents)
         with torch.no_grad():
             taken = gradients.take(grad * ctx.scale)
         others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
@@ -165,7 +169,11 @@ class FusedForwardBackward(torch.autograd.Function):
 def _sum_gradients(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:
     """Return the derivative of the scalar by each sum, which doesn't depend on the sums."""
     with torch.enable_grad(), without_ambient_modes():
-        sums = [torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True) for v in plan.outputs]
+        sums = [
+            torch.zeros(v.shape, dtype=v.dtype, device=v.device, requires_grad=True)
+            for v, has_gradient in zip(plan.outputs, plan.differentiated, strict=True)
+            if has_gradient
+        ]
         out = epilogue(sums, [t.detach() for t in others])
         return list(torch.autograd.grad(out, sums, torch.ones_like(out), materialize_grads=True))
 

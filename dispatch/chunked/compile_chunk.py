@@ -43,8 +43,8 @@ def compiled_program(
     """
     program: list[ScheduledStep | CompiledRun] = []
     end = 0
-    for (compiles, _), group in itertools.groupby(
-        steps, lambda step: (_has_source(step) and not splits(step), step.grad)
+    for (compiles, *_), group in itertools.groupby(
+        steps, lambda step: (_has_source(step) and not splits(step), step.grad, step.rides)
     ):
         run = list(group)
         end += len(run)
@@ -92,7 +92,9 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
     last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in computed]
-    return CompiledRun(run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, last_uses)
+    return CompiledRun(
+        run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, last_uses, run[0].rides
+    )
 
 
 Nested: TypeAlias = "str | list[Nested] | tuple[Nested, ...]"

@@ -18,6 +18,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     without_ambient_modes,
 )
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
+from subtensors.dispatch.chunked.row_layout import ChunkAxis
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
 
@@ -34,17 +35,41 @@ def evaluate(value: LazyValue) -> Tensor:
     Raises:
         RuleError: a tensor that the region reads was written to after it was recorded.
     """
-    full = replicated(value)
-    if (tensor := known_tensor(full)) is not None:
-        return tensor
-    grad = torch.is_grad_enabled() and full.needs_grad
-    lower_statistics(full, grad)
-    evaluation = _Evaluation(grad)
-    with without_ambient_modes():
-        tensor = evaluation.run(full)
-    for temporary in evaluation.without_gradient:
-        temporary.tensor = None
-    return tensor
+    return evaluate_together([value])[0]
+
+
+def evaluate_together(values: Sequence[LazyValue], riders: Sequence[LazyValue] = ()) -> list[Tensor]:
+    """Compute the tensors of values, differentiable as their ops were recorded, in passes that they share.
+
+    Args:
+        values: any values.
+        riders: values that are computed, too, where these passes can yield them: a number that requires grad is
+            `observed` then, a value that doesn't has its tensor.
+
+    Returns:
+        the tensors of the values, as `evaluate` returns them.
+    """
+    full = [replicated(value) for value in values]
+    missing = [value for value in full if known_tensor(value) is None]
+    if missing:
+        grad = torch.is_grad_enabled() and any(value.needs_grad for value in missing)
+        riding = [replicated(rider) for rider in riders]
+        lower_statistics([*missing, *riding], grad)
+        evaluation = _Evaluation(grad)
+        with without_ambient_modes():
+            evaluation.run(missing, riding)
+        tensors = [known_tensor(value) for value in full]
+        evaluation.release()
+        for rider, whole in zip(riders, riding, strict=True):
+            rider.tensor = whole.tensor
+    else:
+        tensors = [known_tensor(value) for value in full]
+    return tensors  # type: ignore[return-value]  # each is known
+
+
+def may_ride(value: LazyValue, beside: LazyValue) -> bool:
+    """Return whether the passes for one value can yield another one, too."""
+    return bool(_riding([replicated(value)], _levels([replicated(beside)])))
 
 
 def input_tensor(value: LazyValue) -> Tensor:
@@ -59,14 +84,14 @@ def input_tensor(value: LazyValue) -> Tensor:
 
 def passes_for(value: LazyValue) -> list[ChunkSchedule]:
     """Return the passes over chunks that evaluating a value takes, in the order in which they run."""
-    return [plan for level in _levels(replicated(value)) for plan in _passes(level)]
+    return [plan for level in _levels([replicated(value)]) for plan in _passes(level)]
 
 
-def _levels(requested: LazyValue) -> list[list[LazyValue]]:
-    """Return the partials still to compute for a value, by level: each level depends on earlier ones only."""
+def _levels(requested: Sequence[LazyValue]) -> list[list[LazyValue]]:
+    """Return the partials still to compute for some values, by level: each level depends on earlier ones only."""
     level_of: dict[int, int] = {}
     levels: list[list[LazyValue]] = []
-    stack: list[tuple[LazyValue, bool]] = [(requested, False)]
+    stack: list[tuple[LazyValue, bool]] = [(value, False) for value in requested]
     while stack:
         value, ready = stack.pop()
         if id(value) in level_of and level_of[id(value)] >= 0:
@@ -90,22 +115,33 @@ def _levels(requested: LazyValue) -> list[list[LazyValue]]:
     return levels
 
 
-def _passes(partials: Sequence[LazyValue]) -> list[ChunkSchedule]:
-    """Make a pass for the partials of each axis, and one for those that require grad: only it is rerun in backward.
+def _passes(partials: Sequence[LazyValue], rides: Sequence[LazyValue] = ()) -> list[ChunkSchedule]:
+    """Make a pass for the partials of each axis; backward runs those again that require grad, and don't only ride."""
+    return [
+        ChunkSchedule([v for v in partials if _root(v) is root], [v for v in rides if _root(v) is root])
+        for root in dict.fromkeys(map(_root, partials))
+    ]
 
-    The results of one op share a pass: passes with and without gradients may have different chunks.
-    """
-    groups: dict[tuple[int, bool], list[LazyValue]] = {}
-    for value in partials:
-        assert value.node is not None
-        assert value.node.axis is not None
-        needs_grad = any(output is not None and output.needs_grad for output in value.node.outputs)
-        groups.setdefault((id(value.node.axis.root), needs_grad), []).append(value)
-    return [ChunkSchedule(values) for _, values in sorted(groups.items(), key=lambda item: item[0][1])]
+
+def _root(partial: LazyValue) -> ChunkAxis:
+    """Return the axis of the pass that computes a partial."""
+    assert partial.node is not None
+    assert partial.node.axis is not None
+    return partial.node.axis.root
+
+
+def _riding(riders: Sequence[LazyValue], levels: Sequence[Sequence[LazyValue]]) -> list[LazyValue]:
+    """Return the riders that passes for these levels of partials can compute, too."""
+    axes = [set(map(_root, level)) for level in levels]
+
+    def fits(own: list[list[LazyValue]]) -> bool:
+        return len(own) <= len(axes) and all({*map(_root, level)} <= at for level, at in zip(own, axes, strict=False))
+
+    return [rider for rider in riders if fits(_levels([rider]))]
 
 
 class _Evaluation:
-    """One evaluation of a lazy value.
+    """One evaluation of lazy values.
 
     Args:
         grad: whether ops that were recorded as differentiable are differentiated.
@@ -114,32 +150,54 @@ class _Evaluation:
     def __init__(self, grad: bool) -> None:
         self.grad = grad
         self.without_gradient: list[LazyValue] = []
-        """Values computed here without their gradient; `evaluate` drops their tensors again."""
+        """Values computed here without their gradient; `release` drops their tensors again."""
 
-    def run(self, requested: LazyValue) -> Tensor:
-        """Return the tensor of a replicated value."""
+    def run(self, requested: Sequence[LazyValue], riders: Sequence[LazyValue]) -> None:
+        """Compute replicated values, and those riders that passes for them can yield."""
         levels = _levels(requested)
-        for level in levels[:-1]:
-            self._run_passes(level)
-        if levels:
-            if self.grad and (number := self._fused_scalar(requested, levels[-1])) is not None:
-                return number
-            self._run_passes(levels[-1])
-        return self._compute(requested)
+        riders = _riding(riders, levels)
+        riding = _levels(riders)
+        try:
+            for n, level in enumerate(levels):
+                own = {id(v) for v in level}
+                rides = [v for v in riding[n] if id(v) not in own] if n < len(riding) else []
+                is_last = n == len(levels) - 1 and self.grad and len(requested) == 1
+                if not (is_last and self._run_fused(requested[0], level, rides)):
+                    self._run_passes(level, rides)
+            for value in requested:
+                self._compute(value)
+            self._observe(riders)
+        except BaseException:
+            self.release()
+            raise
 
-    def _run_passes(self, partials: Sequence[LazyValue]) -> None:
-        for plan in _passes(partials):
+    def release(self) -> None:
+        """Drop the tensors of values that were computed without their gradient."""
+        for temporary in self.without_gradient:
+            temporary.tensor = None
+
+    def _run_passes(self, partials: Sequence[LazyValue], rides: Sequence[LazyValue] = ()) -> None:
+        for plan in _passes(partials, rides):
             requested, tensors = plan.requested, [self._compute(read) for read in plan.reads]
             plan.release_values()
             differentiable = self.grad and plan.grad
             results = _apply_recompute(plan, tensors) if differentiable else forward_only(plan, tensors)
-            for value, tensor in zip(requested, results, strict=True):
-                self._set_tensor(value, plan.axis.with_backward_hooks(tensor))
+            for value, tensor, has_gradient in zip(requested, results, plan.differentiated, strict=True):
+                self._set_tensor(value, plan.axis.with_backward_hooks(tensor), self.grad and has_gradient)
 
-    def _set_tensor(self, value: LazyValue, tensor: Tensor) -> None:
+    def _set_tensor(self, value: LazyValue, tensor: Tensor, has_gradient: bool | None = None) -> None:
         value.tensor = tensor
-        if value.needs_grad and not self.grad:
+        if value.needs_grad and not (self.grad if has_gradient is None else has_gradient):
             self.without_gradient.append(value)
+
+    def _observe(self, riders: Sequence[LazyValue]) -> None:
+        """Keep the numbers of riders whose partials are known."""
+        grad, self.grad = self.grad, False
+        for rider in riders:
+            tensor = self._compute(rider)
+            if rider.needs_grad:
+                rider.observed = tensor.detach()
+        self.grad = grad
 
     def _compute(self, requested: LazyValue) -> Tensor:
         """Return the tensor of a replicated value whose partials are known."""
@@ -170,31 +228,26 @@ class _Evaluation:
         assert tensor is not None
         return tensor
 
-    def _fused_scalar(self, requested: LazyValue, partials: Sequence[LazyValue]) -> Tensor | None:
-        """Compute a scalar that is affine in its sums, with gradients in the same pass; None for other values."""
+    def _run_fused(self, requested: LazyValue, partials: Sequence[LazyValue], rides: Sequence[LazyValue]) -> bool:
+        """Compute a scalar that is affine in its sums, with gradients in the same pass; return False for others."""
         sums = [v for v in partials if v.needs_grad]
-        plans = _passes(sums)
-        if len(plans) != 1 or not _is_fusable(requested, sums):
-            return None
+        if len({*map(_root, sums)}) != 1 or not _is_fusable(requested, sums):
+            return False
         self._run_passes([v for v in partials if not v.needs_grad])
-        (plan,) = plans
+        (plan,) = _passes(sums, [v for v in rides if v.tensor is None])
         others = _others(requested, sums)
-        reads, partials_of = [self._compute(read) for read in plan.reads], plan.requested
+        reads, yielded = [self._compute(read) for read in plan.reads], plan.requested
         plan.release_values()
         rest = [self._compute(v) for v in others]
 
-        env: dict[int, Tensor] = {}
-
         def epilogue(totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-            env.clear()
-            env.update({id(v): t for v, t in zip((*partials_of, *others), (*totals, *rest), strict=True)})
-            return _rerun(requested, env)
+            return _rerun(requested, {id(v): t for v, t in zip((*sums, *others), (*totals, *rest), strict=True)})
 
-        out: Tensor = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
-        _observe(requested, env)
-        env.clear()
+        out, *results = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
+        for value, tensor in zip(yielded, results, strict=True):
+            self._set_tensor(value, tensor, has_gradient=False)
         self._set_tensor(requested, plan.axis.with_backward_hooks(out))
-        return out
+        return True
 
 
 def _is_fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> bool:
@@ -205,24 +258,10 @@ def _is_fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> bool:
 
 def takes_one_pass(requested: LazyValue) -> bool:
     """Return whether one pass computes a scalar together with its gradients."""
-    *earlier, last = _levels(requested) or [[]]
+    *earlier, last = _levels([requested]) or [[]]
     sums = [v for v in last if v.needs_grad]
     is_single = len(_passes(sums)) == 1 and not any(v.needs_grad for level in earlier for v in level)
     return is_single and _is_fusable(requested, sums)
-
-
-def _observe(requested: LazyValue, env: dict[int, Tensor]) -> None:
-    """Keep the values of the numbers that a number is made of."""
-    assert requested.node is not None
-    stack, seen = [x for x in requested.node.operands() if isinstance(x, LazyValue)], set[int]()
-    while stack:
-        value = stack.pop()
-        if id(value) in seen or value.combine is not None or value.node is None:
-            continue
-        seen.add(id(value))
-        if id(value) in env:
-            value.observed = env[id(value)].detach()
-            stack.extend(x for x in value.node.operands() if isinstance(x, LazyValue))
 
 
 def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -190,10 +190,12 @@ class Waiting:
     Args:
         alone: returns its tensor by a pass of its own; None, or a result of None: the recorded ops are evaluated.
         shared: returns its recorded value, where that is not the number itself; None if there is none.
+        axis: of the chunks that it is computed from, where nothing of it is recorded.
     """
 
     alone: Callable[[], Tensor | None] | None = None
     shared: Callable[[], LazyValue | None] | None = None
+    axis: ChunkAxis | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +308,7 @@ def known_tensor(value: LazyValue) -> Tensor | None:
             f"a tensor of shape {tuple(tensor.shape)} was {change} before the ChunkedTensor that uses it was "
             f"evaluated; realize() it before that; with FSDP keep the module's weights (reshard_after_forward=False)"
         )
-    if tensor.requires_grad == value.needs_grad:
+    if tensor.requires_grad == value.needs_grad or not torch.is_grad_enabled():
         return tensor
     if not value.needs_grad:
         return tensor.detach()

@@ -10,6 +10,9 @@ gradient in one product, so that is exact without memory for a sum.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,27 +69,27 @@ class LinearStatisticsOp:
         return self.op.results(found, self.sizes)
 
 
-def lower_statistics(requested: LazyValue, grad: bool) -> None:
-    """Lower the statistics that a value depends on, where their logits are a linear layer that it reads nowhere else.
+def lower_statistics(requested: Sequence[LazyValue], grad: bool) -> None:
+    """Lower the statistics that values depend on, where nothing else of them reads the linear layer of their logits.
 
     Args:
-        requested: a value that is about to be evaluated.
-        grad: whether its gradient is recorded.
+        requested: values that are about to be evaluated.
+        grad: whether their gradient is recorded.
     """
     nodes, read = _reachable(requested)
-    for node in nodes:
-        logits = node.args[0]
-        found = match_linear_logits(logits)
-        if found is None or found.transforms.base in read:
+    matched = [(node, node.args[0], match_linear_logits(node.args[0])) for node in nodes]
+    readers = Counter(found.transforms.base for _, _, found in matched if found is not None)
+    for node, logits, found in matched:
+        if found is None or found.transforms.base in read or readers[found.transforms.base] > 1:
             continue
         if (grad and node.grad and found.weight.needs_grad) or is_sharded(found.head_weight):
             _lower(node, logits, found)
 
 
-def _reachable(requested: LazyValue) -> tuple[list[LazyNode], set[LazyValue]]:
-    """Return the statistics that a value depends on, and the values that it reads but for their logits."""
+def _reachable(requested: Sequence[LazyValue]) -> tuple[list[LazyNode], set[LazyValue]]:
+    """Return the statistics that values depend on, and the values that they read but for their logits."""
     nodes: dict[int, LazyNode] = {}
-    read, stack = set[LazyValue](), [requested]
+    read, stack = set[LazyValue](), [*requested]
     while stack:
         value = stack.pop()
         if value in read or value.node is None or value.tensor is not None:

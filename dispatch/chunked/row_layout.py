@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +76,8 @@ class ChunkAxis:
         self._granule = 1
         self._parent: ChunkAxis | None = None
         self._backward_hooks: list[BackwardHook] = []
+        self.holders: dict[weakref.ref[Any], None] = {}
+        """Of a root: the holders of numbers and rows that wait for passes along it, see `shared_pass.py`."""
 
     @property
     def root(self) -> ChunkAxis:
@@ -133,6 +137,7 @@ class ChunkAxis:
         if one is two:
             return
         two._parent = one
+        one.holders |= two.holders
         one._granule = math.lcm(one._granule, two._granule)
         one._elements = max(one._elements, two._elements)
         if one._is_valid is None or two._is_valid is None or not np.array_equal(one._is_valid, two._is_valid):

@@ -149,7 +149,8 @@ def run_chunk(
             reads.
 
     Returns:
-        for each output of the pass, this chunk's part; None for a stack where the chunk has none of the rows.
+        for each output of the pass, this chunk's part; None for a stack where the chunk has none of the rows, and for
+        results without a gradient where none are read.
     """
     known: dict[int, Tensor | None] = {}
     inputs = {id(read): leaf for read, leaf in zip(plan.inputs, leaves, strict=True)}
@@ -163,8 +164,12 @@ def run_chunk(
         return x.value_in(span) if isinstance(x, PerChunk) else x
 
     for step in _program(plan):
+        if step.rides and not results_read:
+            for value in step.last_uses:
+                known.pop(id(value), None)
+            continue
         if isinstance(step, CompiledRun):
-            with torch.set_grad_enabled(gradients is not None and step.grad):
+            with torch.set_grad_enabled(gradients is not None and step.grad and not step.rides):
                 results = step.function(*[operand(x) for x in step.reads])
             known.update({id(v): t for v, t in zip(step.results, results, strict=True)})
             del results
@@ -174,7 +179,7 @@ def run_chunk(
         if step.rows is not None and not step.rows.size_in(span):
             known.update({id(v): None for v in step.outputs})
             continue
-        with torch.set_grad_enabled(gradients is not None and step.grad):
+        with torch.set_grad_enabled(gradients is not None and step.grad and not step.rides):
             product = None if gradients is None else _product(step, positions, gradients, results_read)
             if product is not None:
                 (a, b, added), sums, is_read = product
@@ -188,9 +193,9 @@ def run_chunk(
             if output is not None:
                 known[id(output)] = tensor
         del result, tensor
-        for position in step.last_uses:
-            known.pop(id(step.leaves[position]), None)
-    return [known[id(v)] for v in plan.outputs]
+        for value in step.last_uses:
+            known.pop(id(value), None)
+    return [known.get(id(v)) for v in plan.outputs]
 
 
 def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
@@ -214,7 +219,7 @@ def _product(
     step: ScheduledStep, positions: dict[int, int], gradients: Gradients, results_read: bool
 ) -> tuple[tuple[PyTree, PyTree, PyTree], Sums, bool] | None:
     """Return a product's operands, the sums of their gradients, and whether it is read; None: an op like any other."""
-    found = _FACTORS.get(step.op) if step.grad else None
+    found = _FACTORS.get(step.op) if step.grad and not step.rides else None
     if found is None:
         return None
     a, b = step.leaves[found[0]], step.leaves[found[1]]

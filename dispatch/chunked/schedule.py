@@ -58,8 +58,9 @@ class ScheduledStep:
         leaves: its arguments, flat, with descriptions of values and per-chunk arguments.
         spec: the pytree of the arguments.
         outputs: descriptions of its results; None for a result that no op reads.
-        last_uses: positions in `leaves` of values that no later step reads.
+        last_uses: values that no later step reads.
         without_value: whether no gradient reads its results: they are results of the pass, or go into sums of those.
+        rides: whether only results without a gradient depend on it.
     """
 
     op: Callable[..., PyTree]
@@ -69,8 +70,9 @@ class ScheduledStep:
     leaves: list[PyTree]
     spec: PyTreeSpec
     outputs: list[LazyValue | None]
-    last_uses: list[int] = field(default_factory=list)
+    last_uses: list[LazyValue] = field(default_factory=list)
     without_value: bool = False
+    rides: bool = True
 
 
 @dataclass
@@ -84,6 +86,7 @@ class CompiledRun:
         function: the compiled function.
         grad: whether it is differentiated.
         last_uses: values that no later op reads.
+        rides: see `ScheduledStep`.
     """
 
     steps: list[ScheduledStep]
@@ -92,6 +95,7 @@ class CompiledRun:
     function: Callable[..., Sequence[Tensor]]
     grad: bool
     last_uses: list[LazyValue]
+    rides: bool
 
 
 class ChunkSchedule:
@@ -102,19 +106,22 @@ class ChunkSchedule:
 
     Args:
         outputs: the partials, all of one axis.
+        rides: more of them, which are computed with the others, and not differentiated.
     """
 
-    def __init__(self, outputs: Sequence[LazyValue]) -> None:
-        self.requested = list(outputs)
+    def __init__(self, outputs: Sequence[LazyValue], rides: Sequence[LazyValue] = ()) -> None:
+        self.requested = [*outputs, *rides]
+        self.differentiated = [value.needs_grad for value in outputs] + [False] * len(rides)
+        """For each result, whether it has a gradient."""
         self.reads: list[LazyValue] = []
         self._descriptions: dict[int, LazyValue] = {}
-        self.outputs = [self._description(v) for v in outputs]
+        self.outputs = [self._description(v) for v in self.requested]
         self.inputs: list[Input] = []
         self.steps: list[ScheduledStep] = []
         self.program: Sequence[ScheduledStep | CompiledRun] | None = None
         """The steps with runs of them compiled, once the pass has run, where the policy says so."""
         self._done: set[int] = set()
-        for output in outputs:
+        for output in self.requested:
             assert output.node is not None
             self._schedule_ops(output.node)
         node = self.requested[0].node
@@ -176,22 +183,30 @@ class ChunkSchedule:
         outputs = {id(v) for v in self.outputs}
         seen: set[int] = set()
         for step in reversed(self.steps):
-            for position, x in enumerate(step.leaves):
+            for x in step.leaves:
                 if isinstance(x, LazyValue) and id(x) not in seen and id(x) not in outputs:
                     seen.add(id(x))
-                    step.last_uses.append(position)
+                    step.last_uses.append(x)
 
     def _find_unread(self) -> None:
         read: set[int] = set()
+        differentiated = {
+            id(v) for v, has_gradient in zip(self.outputs, self.differentiated, strict=True) if has_gradient
+        }
         for step in reversed(self.steps):
+            step.rides = not any(v is not None and id(v) in differentiated for v in step.outputs)
+            if not step.rides:
+                differentiated.update(id(x) for x in step.leaves if isinstance(x, LazyValue))
             step.without_value = not any(v is not None and id(v) in read for v in step.outputs)
+            if step.rides:
+                continue
             if not step.without_value or _gradient_reads_operands(step):
                 read.update(id(x) for x in step.leaves if isinstance(x, LazyValue))
 
     @property
     def grad(self) -> bool:
         """Return whether any of its results requires grad."""
-        return any(v.needs_grad for v in self.outputs)
+        return any(self.differentiated)
 
     @property
     def row_bytes(self) -> int:

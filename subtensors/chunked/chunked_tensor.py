@@ -23,6 +23,7 @@ from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import BoolArray, ChunkAxis, Policy
 from subtensors.dispatch.chunked.sharded_head import full_tensor
+from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_rows, settle
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -42,8 +43,8 @@ class ChunkedTensor(LazyTensor):
     """A tensor whose ops are recorded, and run chunk by chunk when a value without the chunked dim is needed.
 
     Sizes, dtype and device are those of the full tensor. A result without the chunked dim (a gradient of a weight) is a
-    plain tensor at once; a number that requires grad (a loss) is computed when it is read, together with others that
-    share its pass; one with the dim stays chunked, and `realize()` makes it plain. Gradients reach the
+    plain tensor at once; a number (a loss, an accuracy) is computed when it is read, together with others that share
+    its pass; one with the dim stays chunked, and `realize()` makes it plain. Gradients reach the
     tensor that was chunked and every plain tensor that an op combined it with.
 
     Args:
@@ -81,6 +82,8 @@ class ChunkedTensor(LazyTensor):
     def realize(self) -> Tensor:
         """Materialize the value as a plain tensor, with its ops run chunk by chunk.
 
+        The same pass computes other values of one number a row that the program holds of the same logits.
+
         Returns:
             a dense tensor; differentiable, with each chunk computed again in backward.
 
@@ -89,7 +92,8 @@ class ChunkedTensor(LazyTensor):
             >>> ChunkedTensor(torch.ones(3), rows=2).mul(2).realize()
             tensor([2., 2., 2.])
         """
-        return evaluate(alias_ref(self).value)
+        value = alias_ref(self).value
+        return evaluate(value) if value.layout is None else evaluate_rows(value)
 
     @classmethod
     def result_of(cls, value: LazyValue) -> Tensor:
@@ -238,6 +242,8 @@ def chunk(
         fields = (checked.chunks, checked.rows, checked.memory_limit, checked.exact, checked.compiled)
         return TracedChunk(x, dim, *fields)  # type: ignore[return-value]  # in place of a chunked tensor
     divided = cached_policy(chunks, rows, memory_limit, accumulate, compile)
+    if UNSETTLED:
+        settle()
     if isinstance(x, PaddedTensor):
         return chunked_padding(x, dim, divided)  # type: ignore[return-value]  # whose storage is a ChunkedTensor
     return chunked(x, dim, divided)

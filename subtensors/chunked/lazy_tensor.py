@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
 from subtensors.dispatch.chunked.record import ChunkedCall, record, with_gradient_of
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
+from subtensors.dispatch.chunked.shared_pass import hold
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
@@ -59,6 +60,22 @@ class AliasRef:
         """
         self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
         return self
+
+    @property
+    def may_be_differentiated(self) -> bool:
+        """Whether it is a number whose gradient the user can ask for."""
+        return False
+
+    def pending(self) -> LazyValue | None:
+        """Return a chunked value of few elements, such as one a row; None where its tensor is known, or for others."""
+        value, is_current = self._value, self.base is None or self.base.writes == self.base_writes
+        layout = value.layout
+        if layout is None or value.node is None or value.tensor is not None or not is_current:
+            return None
+        return value if value.like.numel() < layout.axis.elements else None
+
+    def take_notice(self) -> None:
+        """Take notice that the value may be known."""
 
     @property
     def needs_grad(self) -> bool:
@@ -145,7 +162,7 @@ class LazyLinear(AliasRef):
     ) -> None:
         super().__init__(rows)
         self.rows, self.weight, self.bias, self.grad = rows, weight, bias, grad
-        self.uncast, self.dtype = uncast, rows.dtype if dtype is None else dtype
+        self.uncast, self.dtype = uncast, rows.like.dtype if dtype is None else dtype
         self._recorded: LazyValue | None = None
 
     def to(self, dtype: torch.dtype, grad: bool) -> LazyLinear:
@@ -177,14 +194,14 @@ class LazyLinear(AliasRef):
     @property
     def needs_grad(self) -> bool:
         """Return whether the value requires grad."""
-        if self.is_recorded:
+        if self._value is not self.rows:
             return self._value.needs_grad
         has_grad = self.rows.needs_grad or self.weight.needs_grad or (self.bias is not None and self.bias.needs_grad)
         return self.grad and has_grad
 
     def metadata(self) -> Metadata:
         """Sizes, strides, dtype and device."""
-        if self.is_recorded:
+        if self._value is not self.rows:
             return super().metadata()
         rows, classes = self.rows.like.shape[0], self.weight.like.shape[0]
         return (rows, classes), (classes, 1), self.dtype, self.rows.device
@@ -265,12 +282,14 @@ def inner_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
 
 def user_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     """Return a tensor of the reference for the user: it requires grad where the value does."""
+    if type(ref) is AliasRef and ref._value.node is not None and ref.pending() is not None:
+        hold(ref, ref._value)
     return _wrapper(kind, ref, ref.needs_grad)
 
 
-def number_tensor(kind: type[LazyTensor], ref: AliasRef, hook: Hook) -> LazyTensor:
-    """Return a tensor of the reference to a number, which requires grad and calls `hook` with its gradient."""
-    return _wrapper(kind, ref, True, OrderedDict({0: hook}))
+def number_tensor(kind: type[LazyTensor], ref: AliasRef, hook: Hook | None) -> LazyTensor:
+    """Return a tensor of the reference to a number; it requires grad where `hook` is to be called with its gradient."""
+    return _wrapper(kind, ref, hook is not None, None if hook is None else OrderedDict({0: hook}))
 
 
 def _wrapper(

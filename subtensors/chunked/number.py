@@ -1,8 +1,8 @@
-"""Numbers that wait: the loss of chunked rows, which is computed when something reads it.
+"""Numbers that wait: a loss or a measure of chunked rows, which is computed when something reads it.
 
 Sums, differences and multiples of such numbers are recorded, and wait as well. Everything else reads a number: it is
-computed then, in the pass of those that it was made part of (`dispatch/chunked/shared_pass.py`), and a plain tensor
-takes its place.
+computed then, in one pass with what else is held of the same product (`dispatch/chunked/shared_pass.py`), and a plain
+tensor takes its place.
 """
 
 from __future__ import annotations
@@ -23,24 +23,44 @@ from subtensors.dispatch.chunked.lazy_graph import (
     NeedsMaterialize,
     Waiting,
     constant,
+    is_recording,
     version_and_address,
 )
-from subtensors.dispatch.chunked.shared_pass import evaluate_number
+from subtensors.dispatch.chunked.record import record
+from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, hold, observe
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
 from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks, is_transforming
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
+aten = torch.ops.aten
+
 
 class NumberRef(AliasRef):
-    """A reference to a number, and to the number that was made of it last."""
+    """A reference to a number."""
 
-    __slots__ = ("joined",)
+    __slots__ = ("user",)
 
-    def __init__(self, value: LazyValue) -> None:
-        super().__init__(value)
-        self.joined: weakref.ref[NumberRef] | None = None
+    user: weakref.ref[Tensor]
+    """The tensor for the user."""
+
+    def pending(self) -> LazyValue | None:
+        """Return the value; None where its numbers are known."""
+        value = self._value
+        is_known = value.tensor is not None or value.observed is not None
+        return None if is_known or (value.node is None and value.waiting is None) else value
+
+    @property
+    def may_be_differentiated(self) -> bool:
+        """Whether it requires grad, and the user holds more than a detached number of it."""
+        return self._value.needs_grad and self.user() is not None
+
+    def take_notice(self) -> None:
+        """Release what a number that is known was to be computed from, if the user can't ask for its gradient."""
+        observed = self._value.observed
+        if self._value.tensor is None and observed is not None and not self.may_be_differentiated:
+            self._replace(observed)
 
     @property
     def value(self) -> LazyValue:
@@ -53,31 +73,33 @@ class NumberRef(AliasRef):
     def metadata(self) -> Metadata:
         """Sizes, strides, dtype and device."""
         value = self._value
-        return (), (), value.like.dtype, value.device
+        like = value.like
+        return like.shape, like.stride(), like.dtype, value.device
 
     def tensor(self, is_read: bool = False) -> Tensor:
         """Return the number as a plain tensor.
 
         Args:
-            is_read: whether no gradient of it is needed. A number that is part of another is computed with that one.
+            is_read: whether no gradient of it is needed.
         """
         if torch.is_inference_mode_enabled():  # what is computed there never has a backward
             with torch.inference_mode(False):
                 return self.tensor(is_read)
         value = self._value
-        if is_read and value.tensor is None:
-            whole = None if value.observed is not None or self.joined is None else self.joined()
-            if whole is not None:
-                whole.tensor(is_read=True)
-            if value.observed is not None:
-                return value.observed
+        if value.tensor is None and (is_read or not value.needs_grad):
+            observed = value.observed
+            known = observe(value, self.may_be_differentiated) if observed is None else observed
+            self.take_notice()
+            if value.tensor is None:
+                return known
         tensor = value.tensor
-        if tensor is None and value.waiting is not None and value.waiting.alone is not None:
-            with torch.set_grad_enabled(True):
-                tensor = value.tensor = value.waiting.alone()
         if tensor is None:
+            waiting, alone = value.waiting, None
+            if waiting is not None and waiting.axis is not None and len(waiting.axis.root.holders) == 1:
+                alone = waiting.alone  # nothing else waits, to share a pass with
             with torch.set_grad_enabled(True):
-                tensor = evaluate_number(value)
+                tensor = None if alone is None else alone()
+                tensor = value.tensor = evaluate_number(value) if tensor is None else tensor
         if value.recorded is None:
             value.recorded = version_and_address(tensor)
         value.node = value.waiting = None  # which keep what they read
@@ -98,6 +120,33 @@ class NumberRef(AliasRef):
         self.tensor().backward(grad)  # type: ignore[no-untyped-call]
 
 
+class DetachedRef(AliasRef):
+    """A reference to a number without its gradient, in the memory of the number.
+
+    Args:
+        number: the reference to the number.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: NumberRef) -> None:
+        super().__init__(number.value.description())
+        self.number = number
+
+    @property
+    def needs_grad(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def value(self) -> LazyValue:
+        """The current value, recorded where the number waits."""
+        if self.number.pending() is None:
+            return constant(self.number.tensor(is_read=True).detach())
+        out: LazyValue = record(aten.detach.default, self.number.value)
+        return out
+
+
 class ChunkedNumber(LazyTensor):
     """A number of chunked rows that was not computed yet; to its user a tensor like any other."""
 
@@ -112,9 +161,7 @@ class ChunkedNumber(LazyTensor):
     @classmethod
     def result_of(cls, value: LazyValue) -> Tensor:
         """Return a number that is made of others, which waits as they do."""
-        if not may_wait(value.needs_grad, value.like, value.device):
-            return evaluate_number(value)
-        return number_of(value)
+        return number_of(value) if may_wait(value.like, value.device) else evaluate_number(value)
 
     @classmethod
     def __torch_function__(
@@ -122,24 +169,25 @@ class ChunkedNumber(LazyTensor):
     ) -> PyTree:
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        named = kwargs or {}
+        if func in _DETACHED and args and (detached := _detached(args[0])) is not None:
+            return detached
         is_waiting = func in _COMBINATIONS or (func in _UPDATES and _may_update(args[0]))
-        if is_waiting and not kwargs and not is_transforming() and all(map(_is_term, args)):
+        if is_waiting and not is_transforming() and all(map(_is_term, (*args, *named.values()))):
             try:
-                for x in args:
-                    if isinstance(x, ChunkedNumber) and _number_ref(x).value.observed is not None:
+                numbers = [x for x in tree_leaves(args) if isinstance(x, ChunkedNumber)]
+                for x in numbers if torch.is_grad_enabled() else ():
+                    if _number_ref(x).value.observed is not None:
                         x.realize()  # a write through an alias of what was observed is seen in that memory alone
-                out = record_call(cls, func, args, {})
+                if any(_number_ref(x).pending() is not None for x in numbers):
+                    return record_call(cls, func, args, named)
             except NeedsMaterialize:
                 pass
-            else:
-                _join(args, out)
-                return out
-        is_read = func in _READS
+        is_read = func in _READS or (func in _COMBINATIONS and not torch.is_grad_enabled())
 
         def plain(x: PyTree) -> PyTree:
             return _plain(x, is_read or (func is Tensor.cpu and _is_released(x))) if isinstance(x, ChunkedNumber) else x
 
-        named = kwargs or {}
         if func in _PARTS:
             inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
             # Before the numbers that they are part of, whose backward passes them then.
@@ -154,27 +202,31 @@ class ChunkedNumber(LazyTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        return handle_torch_dispatch(cls, func, args, kwargs or {})
+        numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ChunkedNumber)]
+        has_gradient = torch.is_grad_enabled() and any(x._ref.is_of_gradients for x in numbers)
+        if is_recording() or func.is_view or has_gradient:
+            return handle_torch_dispatch(cls, func, args, kwargs or {})
+        args, named = tree_map((args, kwargs or {}), lambda x: _plain(x, True) if isinstance(x, ChunkedNumber) else x)
+        return func(*args, **named)
 
 
-def may_wait(needs_grad: bool, like: Tensor, device: torch.device) -> bool:
-    """Return whether a number may be computed later: it has a gradient, and no context around it has to see its ops.
+def may_wait(like: Tensor, device: torch.device) -> bool:
+    """Return whether a number may be computed later: no context has to see its ops, and writes to what it reads show.
 
     Args:
-        needs_grad: whether it requires grad.
         like: a tensor that it is computed from, or its metadata.
         device: of the number.
     """
-    if not needs_grad or not torch.is_grad_enabled() or has_saved_tensor_hooks():
+    if torch.is_inference_mode_enabled() or has_saved_tensor_hooks():
         return False
     if type(like) not in PLAIN_TYPES and is_traced(like):
         return False
     return device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
 
 
-def waiting_number(dtype: torch.dtype, device: torch.device, waiting: Waiting) -> ChunkedNumber:
-    """Return the tensor for the user of a number that requires grad, and of which nothing is recorded yet."""
-    value = LazyValue(_number_like(dtype), device, None, None, True)
+def waiting_number(dtype: torch.dtype, device: torch.device, grad: bool, waiting: Waiting) -> ChunkedNumber:
+    """Return the tensor for the user of a number of which nothing is recorded yet."""
+    value = LazyValue(_number_like(dtype), device, None, None, grad)
     value.waiting = waiting
     return number_of(value)
 
@@ -187,22 +239,40 @@ def _number_like(dtype: torch.dtype) -> Tensor:
 def number_of(value: LazyValue) -> ChunkedNumber:
     """Return the tensor for the user of a number that waits."""
     ref = NumberRef(value)
-    return number_tensor(ChunkedNumber, ref, ref.backward)  # type: ignore[return-value]
+    out: ChunkedNumber = number_tensor(ChunkedNumber, ref, ref.backward if value.needs_grad else None)  # type: ignore[assignment]
+    ref.user = weakref.ref(out)
+    if value.waiting is not None and value.waiting.axis is not None:
+        value.waiting.axis.root.holders[weakref.ref(ref)] = None
+    else:
+        hold(ref, value)
+    if not value.needs_grad:
+        UNSETTLED[weakref.ref(ref)] = None
+    return out
 
 
 def result_of_rows(value: LazyValue) -> Tensor:
     """Return a value without the rows to the user: a number waits, anything else is computed."""
-    if value.ndim or value.tensor is not None or not may_wait(value.needs_grad, value.like, value.device):
+    if value.ndim or value.tensor is not None or not may_wait(value.like, value.device):
         return evaluate(value)
     value.waiting = value.waiting or Waiting()
     return number_of(value)
 
 
+def _detached(x: PyTree) -> Tensor | None:
+    """Return a number without its gradient, which waits as it does; None where it is known."""
+    ref = x._ref if isinstance(x, ChunkedNumber) else None
+    if not isinstance(ref, NumberRef) or ref.pending() is None or not _is_term(x):
+        return None
+    UNSETTLED[weakref.ref(ref)] = None  # it may be all that the user keeps
+    return number_tensor(ChunkedNumber, DetachedRef(ref), None)
+
+
 def _number_ref(x: ChunkedNumber) -> NumberRef:
     ref = x._ref
-    while not isinstance(ref, NumberRef):  # a view that torch made of it
-        assert ref.base is not None
-        ref = ref.base
+    while not isinstance(ref, NumberRef):  # a view, or a number without its gradient
+        base = ref.number if isinstance(ref, DetachedRef) else ref.base
+        assert base is not None
+        ref = base
     return ref
 
 
@@ -227,13 +297,25 @@ def _check_unobserved(x: object) -> None:
 
 def _plain(x: ChunkedNumber, is_read: bool) -> Tensor:
     """Return the plain tensor in place of a number, connected to the function that returned the number itself."""
-    tensor = (x._ref if isinstance(x._ref, NumberRef) else _number_ref(x)).tensor(is_read)
+    tensor = x._ref.tensor(is_read) if isinstance(x._ref, NumberRef) else _plain_of(x._ref, is_read)
     with torch._C.DisableTorchFunctionSubclass():
         function = x.grad_fn
     if function is None:
         return tensor
     out: Tensor = _Passed.apply(x, (tensor.detach().clone(),))  # type: ignore[no-untyped-call]
     return out
+
+
+def _plain_of(ref: AliasRef, is_read: bool) -> Tensor:
+    """Return the plain tensor of a reference to a number, to a view of one, or to one without its gradient."""
+    if isinstance(ref, NumberRef):
+        return ref.tensor(is_read)
+    if isinstance(ref, DetachedRef):
+        return ref.number.tensor(is_read=True).detach()
+    assert ref.base is not None
+    assert ref.view_call is not None
+    op, args, kwargs, index = ref.view_call
+    return tree_tensors(op(_plain_of(ref.base, is_read), *args, **kwargs))[index]
 
 
 class _Passed(torch.autograd.Function):
@@ -248,19 +330,11 @@ class _Passed(torch.autograd.Function):
         return grads[0], None
 
 
-def _join(parts: Args, whole: Tensor) -> None:
-    """Note that a number is made of others, with which these are computed."""
-    own = whole._ref if isinstance(whole, ChunkedNumber) else None
-    for part in parts:
-        ref = part._ref if isinstance(part, ChunkedNumber) else None
-        if isinstance(ref, NumberRef) and isinstance(own, NumberRef):
-            ref.joined = None if ref is own else weakref.ref(own)
-
-
 def _may_update(x: object) -> bool:
     """Return whether a call that writes to its first operand may be recorded: one that nothing has read."""
-    is_unread = isinstance(x, ChunkedNumber) and x._ref.value.tensor is None and x._ref.value.observed is None
-    return is_unread and torch.is_grad_enabled()
+    if not isinstance(x, ChunkedNumber) or isinstance(x._ref, DetachedRef) or not torch.is_grad_enabled():
+        return False
+    return x._ref.value.tensor is None and x._ref.value.observed is None
 
 
 def _is_term(x: object) -> bool:
@@ -268,7 +342,11 @@ def _is_term(x: object) -> bool:
     if isinstance(x, ChunkedNumber):
         with torch._C.DisableTorchFunctionSubclass():
             return x.grad_fn is None
-    return isinstance(x, (int, float)) or (type(x) in PLAIN_TYPES and isinstance(x, Tensor) and x.ndim == 0)
+    if isinstance(x, (list, tuple)):
+        return all(map(_is_term, x))
+    if isinstance(x, Tensor):
+        return type(x) in PLAIN_TYPES and x.ndim <= 1
+    return x is None or isinstance(x, (int, float))
 
 
 def _functions(names: str) -> set[object]:
@@ -277,7 +355,8 @@ def _functions(names: str) -> set[object]:
 
 _COMBINATIONS = _functions(
     """add sub mul div neg rsub subtract multiply divide true_divide negative __add__ __radd__ __sub__ __rsub__ __mul__
-    __rmul__ __truediv__ __neg__ sum mean squeeze float double"""
+    __rmul__ __truediv__ __neg__ sum mean squeeze unsqueeze reshape view float double stack cat
+    concat concatenate __getitem__"""
 )
 """Functions whose results wait as their operands do."""
 
@@ -290,12 +369,16 @@ _METADATA |= {getattr(Tensor, name).__get__ for name in _GETTERS.split()}
 """Functions that the tensor's own metadata answers."""
 
 _READS = _functions(
-    """item tolist detach isnan isfinite isinf __float__ __int__ __bool__ __index__ __format__ __lt__ __gt__
+    """item tolist isnan isfinite isinf __float__ __int__ __bool__ __index__ __format__ __lt__ __gt__
     __le__ __ge__ __eq__ __ne__ lt gt le ge eq ne"""
 )
 """Functions that need no gradient of the number."""
 
+_DETACHED = _functions("detach")
+"""Functions that give a number without its gradient."""
+
 _READS.add(Tensor.data.__get__)  # type: ignore[attr-defined]
+_READS |= _DETACHED
 
 _BACKWARDS: set[object] = {torch.autograd.backward, Tensor.backward}
 

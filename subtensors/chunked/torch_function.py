@@ -192,8 +192,9 @@ def _cross_entropy(
 
         if not takes_linear(rows, layer.weight, target, options, layer.dtype):
             return _class_loss(kind, layer.value, target, options)
-        if may_wait(needs_grad, rows.like, rows.device):
-            return waiting_number(dtype, rows.device, Waiting(alone, shared))
+        if may_wait(rows.like, rows.device):
+            axis = None if rows.layout is None else rows.layout.axis
+            return waiting_number(dtype, rows.device, needs_grad, Waiting(alone, shared, axis))
         loss = alone()
         if loss is not None:
             return loss
@@ -273,10 +274,11 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
             return None
 
     if options.reduction != "none":
-        may = may_wait(grad and logits.needs_grad, logits.like, logits.device)
-        value = shared() if may else None
-        if value is not None and value.layout is None:
-            return waiting_number(dtype, logits.device, Waiting(alone, lambda: value))
+        needs_grad = grad and logits.needs_grad
+        value = shared() if may_wait(logits.like, logits.device) else None
+        if value is not None and value.layout is None and logits.layout is not None:
+            axis = logits.layout.axis
+            return waiting_number(dtype, logits.device, needs_grad, Waiting(alone, lambda: value, axis))
         loss = alone()
         if loss is not None:
             return loss

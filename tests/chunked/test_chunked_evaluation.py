@@ -27,7 +27,7 @@ class Products(TorchDispatchMode):
 
 
 def dense(x: Tensor) -> Tensor:
-    return x.realize() if isinstance(x, st.ChunkedTensor) else x
+    return x.realize() if hasattr(x, "realize") else x
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,8 @@ def hooked_through_a_view(*given: Any) -> Tensor:
 
 REFUSED = [
     hooked_through_a_view,
-    scaled_after_a_read,
     hooked_after_a_write_to_a_part_of_the_whole,
     clamped_beside_a_multiple,
-    divided_through_a_detached_one,
     hooked_after_the_whole_was_read,
     differentiated_by_a_part_after_the_whole_was_read,
 ]
@@ -218,6 +216,8 @@ def combined_in_inference_mode(*given: Any) -> Tensor:
 
 
 USED = [
+    scaled_after_a_read,
+    divided_through_a_detached_one,
     part_used_after_a_write_through_a_detached_one,
     part_used_between_writes_through_a_detached_one,
     whole_used_after_a_write_through_a_detached_one,

@@ -10,43 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import check_chunked
+from chunked_programs import Products, check_chunked
+from chunked_programs import linear_tensors as tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
-
-aten = torch.ops.aten
-
-ROWS, WIDTH, CLASSES = 24, 6, 40
-
-
-class Products(TorchDispatchMode):
-    """Counts products of all rows, the width and all classes, by their multiplications."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiplications = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
-        if packet in (aten.mm, aten.addmm, aten.addmm_):
-            a, b = args[:2] if packet is aten.mm else args[1:3]
-            if not isinstance(a, st.ChunkedTensor) and a.device.type != "meta":
-                self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def count(self) -> float:
-        return self.multiplications / (ROWS * WIDTH * CLASSES)
-
-
-def tensors() -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    sizes = {"h": (ROWS, WIDTH), "w": (CLASSES, WIDTH), "v": (CLASSES, WIDTH)}
-    leaves = {name: torch.randn(*size, generator=g).requires_grad_() for name, size in sizes.items()}
-    return {**leaves, "target": torch.randint(0, CLASSES, (ROWS,), generator=g)}
 
 
 def with_z_loss(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
@@ -79,6 +48,28 @@ def of_several_tokens(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor
     return total
 
 
+def losses_of_several_tokens(h: Tensor, w: Tensor, target: Tensor) -> list[Tensor]:
+    logits = F.linear(h, w)
+    return [F.cross_entropy(logits[:-k], target[k:]) for k in (1, 2, 3)]
+
+
+def stacked(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
+    return torch.stack(losses_of_several_tokens(h, w, target), dim=0).mean()
+
+
+def weighted(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
+    return (torch.stack(losses_of_several_tokens(h, w, target)) * torch.tensor([1, 0.5, 0.25])).sum()
+
+
+def concatenated(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
+    one, two, three = losses_of_several_tokens(h, w, target)
+    return torch.cat([one[None], two.unsqueeze(0), three.reshape(1)]).sum() / 3
+
+
+def of_a_layer_written_twice(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w), target) + 1e-2 * F.linear(h, w).logsumexp(-1).square().mean()
+
+
 def beside_a_frozen_head(h: Tensor, w: Tensor, v: Tensor, target: Tensor) -> Tensor:
     log_p = F.linear(h, w).log_softmax(-1)
     with torch.no_grad():
@@ -98,6 +89,10 @@ SHARED: dict[Callable[..., Tensor], int] = {
     with_z_loss_in_place: 3,
     with_entropy: 4,  # by columns, of which one is computed again
     of_several_tokens: 3,
+    stacked: 3,
+    weighted: 3,
+    concatenated: 3,
+    of_a_layer_written_twice: 3,
     beside_a_frozen_head: 4,
     of_heads_that_agree: 6,
 }

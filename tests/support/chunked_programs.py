@@ -252,3 +252,33 @@ def chunking(program: Callable[..., Tensor], **division: Any) -> Callable[..., T
 def plainly(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What `chunking` makes, without chunks."""
     return lambda h, **others: program(h=torch.sin(h), **others)
+
+
+ROWS, WIDTH, CLASSES = 24, 6, 40
+
+
+class Products(TorchDispatchMode):
+    """Counts products of all rows, the width and all classes, by their multiplications."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[:2] if packet is torch.ops.aten.mm else args[1:3]
+            if not isinstance(a, st.ChunkedTensor) and a.device.type != "meta":
+                self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def count(self) -> float:
+        return self.multiplications / (ROWS * WIDTH * CLASSES)
+
+
+def linear_tensors() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    sizes = {"h": (ROWS, WIDTH), "w": (CLASSES, WIDTH), "v": (CLASSES, WIDTH)}
+    leaves = {name: torch.randn(*size, generator=g).requires_grad_() for name, size in sizes.items()}
+    return {**leaves, "target": torch.randint(0, CLASSES, (ROWS,), generator=g)}

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
+
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, emit
+from subtensors.dispatch.chunked.lazy_graph import (
+    CHUNK_INDEPENDENT_VIEWS,
+    Combine,
+    LazyValue,
+    PerChunk,
+    emit,
+    is_differentiated,
+)
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record
 from subtensors.dispatch.chunked.rules.carried_dims import carry, rows_of
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import PyTree, tree_leaves
 
 aten = torch.ops.aten
 
@@ -26,10 +36,16 @@ PLAIN_PRODUCTS: dict[OpOverload, OpOverload] = {
 def with_added(call: ChunkedCall, beta: float, alpha: float) -> PyTree:
     """Record beta * added + alpha * product; scaled ones in ops that are chunked one by one."""
     if (beta, alpha) == (1, 1):
-        return carry(call)
+        return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
     added, *factors = call.values
     scaled = record(aten.mul.Scalar, record(PLAIN_PRODUCTS[call.op], *factors), alpha)
     return scaled if beta == 0 else record(aten.add.Tensor, scaled, record(aten.mul.Scalar, added, beta))
+
+
+@RULES.register(aten.mm.default)
+def matrix_product(call: ChunkedCall) -> PyTree:
+    """Record a product, or return that of an earlier call with the same operands."""
+    return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
 
 
 @RULES.register(OpClass.CONTRACTION, across=True)
@@ -63,5 +79,34 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, transposed) if bias is None else (bias, rows, transposed)
     op = aten.mm.default if bias is None else aten.addmm.default
-    out: LazyValue = emit(op, factors, {}, meta, [layout], layout.axis, grad)
+    return _once(op, factors, grad, lambda: emit(op, factors, {}, meta, [layout], layout.axis, grad))
+
+
+_products: weakref.WeakValueDictionary[Hashable, LazyValue] = weakref.WeakValueDictionary()
+"""Recorded products by what they read; the ids of tensors are those that the nodes of the products keep alive."""
+
+
+def _once(
+    op: OpOverload, factors: tuple[LazyValue, ...], grad: bool, record_product: Callable[[], PyTree]
+) -> LazyValue:
+    """Return the recorded product of these operands, which is recorded once."""
+    key = op, grad, *map(_identity, factors)
+    known = _products.get(key)
+    if known is not None:
+        return known
+    out: LazyValue = record_product()
+    if out.layout is not None:
+        _products[key] = out
     return out
+
+
+def _identity(x: PyTree) -> Hashable:
+    """Return what is equal for values that are the same views or casts of one tensor, or one value."""
+    if isinstance(x, LazyValue) and x.tensor is not None and x.layout is None:
+        return id(x.tensor), x.recorded, x.needs_grad
+    node = x.node if isinstance(x, LazyValue) and x.tensor is None else None
+    if node is None or (node.name not in CHUNK_INDEPENDENT_VIEWS and node.op is not aten._to_copy.default):
+        itself: Hashable = x
+        return itself
+    operands = [_identity(y) for y in tree_leaves((node.args, node.kwargs)) if not isinstance(y, PerChunk)]
+    return node.op, node.grad, x.shape, *operands
