@@ -149,6 +149,11 @@ def _compute_observed(number: LazyValue, held: Held) -> Tensor:
         return evaluate_number(number).detach()
 
 
+def has_gradients(value: LazyValue) -> bool:
+    """Return whether anything that a value is to be computed from requires grad."""
+    return any(part.needs_grad for part in _uncomputed(value))
+
+
 def evaluate_rows(value: LazyValue) -> Tensor:
     """Compute a chunked value, and in the same passes what is held beside it.
 

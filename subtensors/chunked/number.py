@@ -27,7 +27,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     version_and_address,
 )
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, hold, observe
+from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, has_gradients, hold, observe
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
@@ -251,8 +251,12 @@ def number_of(value: LazyValue) -> ChunkedNumber:
 
 
 def result_of_rows(value: LazyValue) -> Tensor:
-    """Return a value without the rows to the user: a number waits, anything else is computed."""
-    if value.ndim or value.tensor is not None or not may_wait(value.like, value.device):
+    """Return a value without the rows to the user: a number waits, anything else is computed.
+
+    A number beside which nothing has a gradient, as in an evaluation, is computed as well: no backward would read what
+    it waits for before that is written to.
+    """
+    if value.ndim or value.tensor is not None or not may_wait(value.like, value.device) or not has_gradients(value):
         return evaluate(value)
     value.waiting = value.waiting or Waiting()
     return number_of(value)

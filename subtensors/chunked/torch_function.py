@@ -192,7 +192,7 @@ def _cross_entropy(
 
         if not takes_linear(rows, layer.weight, target, options, layer.dtype):
             return _class_loss(kind, layer.value, target, options)
-        if may_wait(rows.like, rows.device):
+        if ref.needs_grad and may_wait(rows.like, rows.device):
             axis = None if rows.layout is None else rows.layout.axis
             return waiting_number(dtype, rows.device, needs_grad, Waiting(alone, shared, axis))
         loss = alone()
@@ -275,7 +275,7 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
 
     if options.reduction != "none":
         needs_grad = grad and logits.needs_grad
-        value = shared() if may_wait(logits.like, logits.device) else None
+        value = shared() if logits.needs_grad and may_wait(logits.like, logits.device) else None
         if value is not None and value.layout is None and logits.layout is not None:
             axis = logits.layout.axis
             return waiting_number(dtype, logits.device, needs_grad, Waiting(alone, lambda: value, axis))

@@ -89,16 +89,22 @@ def test_an_entropy_that_is_only_read_is_computed_in_the_pass_of_the_loss() -> N
     measure.backward()  # type: ignore[no-untyped-call]
 
 
-def test_an_evaluation_computes_all_its_numbers_in_one_product() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_numbers_of_an_evaluation_are_those_of_the_weights_that_it_ran_with(is_frozen: bool) -> None:
     t = tensors()
-    with torch.no_grad(), Products() as products:
-        logits = F.linear(st.chunk(t["h"], rows=8), t["w"])
-        numbers = [f(logits, t["target"]) for f in (F.cross_entropy, accuracy, entropy, size_of_sums)]
-        read = torch.tensor([x.item() for x in numbers])
-    assert products.count == 1
+    measures = (F.cross_entropy, accuracy, entropy, size_of_sums)
     plain = F.linear(t["h"], t["w"])
-    expected = torch.stack([f(plain, t["target"]) for f in (F.cross_entropy, accuracy, entropy, size_of_sums)])
-    torch.testing.assert_close(read, expected.detach())
+    expected = torch.stack([f(plain, t["target"]) for f in measures]).detach()
+    if is_frozen:
+        t = {name: x.detach() for name, x in t.items()}
+    with torch.set_grad_enabled(is_frozen):
+        logits = F.linear(st.chunk(t["h"], rows=8), t["w"])
+        numbers = [f(logits, t["target"]) for f in measures]
+        numbers.append(F.cross_entropy(logits.float() * 1.0, t["target"]))
+    with torch.no_grad():
+        t["w"].zero_()  # as weights are swapped after an evaluation
+    torch.testing.assert_close(torch.stack(numbers)[:-1], expected)
+    torch.testing.assert_close(numbers[-1], expected[0])
 
 
 def test_a_loss_without_gradients_and_without_measures_is_computed_by_its_kernels(
