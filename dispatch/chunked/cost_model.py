@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+from subtensors.kernels.cross_entropy.logits_block import reference_bytes
 
 ROW_BYTES = 56
 """The bytes of the statistics, factors and targets of one row."""
@@ -42,6 +44,7 @@ class Rates:
         launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
         multiprocessors: how many there are.
         device: its name.
+        has_kernels: whether Triton kernels run there; else the torch reference does, with temporaries of its own.
     """
 
     flops: float
@@ -49,10 +52,14 @@ class Rates:
     launch: float
     multiprocessors: int = 132
     device: str = "NVIDIA H200"
+    has_kernels: bool = True
 
 
 H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 """Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
+
+CPU = replace(H200, has_kernels=False)
+"""Where there is no GPU, the choices are an H200's."""
 
 H200_PEAK = Rates(flops=132 * 1.98e9 * 4096, bandwidth=2 * 3.201e9 * 6144 / 8, launch=0.0)
 """The rates that the properties of an H200 promise; of another device the same share is expected."""
@@ -68,7 +75,9 @@ def device_rates(device: torch.device) -> Rates:
     Args:
         device: with its index.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
+        return CPU
+    if torch.version.hip is not None:
         return H200
     found = torch.cuda.get_device_properties(device)
     # Not every build of torch has all of these.
@@ -127,6 +136,13 @@ class LossShape:
         """The bytes of dW, 0 where it is not needed."""
         return self.classes * self.width * self.weight_grad_itemsize * self.needs_weight
 
+    def temporary_bytes(self, rows: int, columns: int, rates: Rates) -> int:
+        """Return the bytes of temporaries beside a block of logits: none by kernels."""
+        if rates.has_kernels and self.itemsize < 8:
+            return 0
+        matrices = (rows, columns), (self.classes, self.width), (self.rows, self.width)
+        return max(reference_bytes(*sizes, self.itemsize) for sizes in matrices)
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -181,6 +197,9 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     is_widened = accumulate == "exact" and chunks > 1 and element == shape.itemsize and element < 8
     extra = 2 * shape.classes * shape.width * shape.needs_weight * is_widened
     memory = rows * shape.classes * shape.itemsize + shape.hidden_grad_bytes + shape.weight_grad_bytes + extra
+    memory += shape.temporary_bytes(rows, shape.classes, rates)
+    if is_widened and element == 4:  # products that are added to a compensated sum
+        memory += min(PIECE_BYTES, shape.weight_grad_bytes)
     moved = 3.0 * shape.logits_bytes + shape.weight_grad_bytes
     moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
@@ -209,6 +228,7 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     is_rounded = columns < shape.width and shape.itemsize == 2 and not shape.is_shard
     at_the_end = 0 if is_rounded else shape.hidden_grad_bytes
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
+    memory += shape.temporary_bytes(shape.rows, columns, rates)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
     schedule = Schedule(columns=columns, kept=kept)

@@ -18,6 +18,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     without_ambient_modes,
 )
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
+from subtensors.dispatch.chunked.row_layout import LimitError
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
 
@@ -40,8 +41,12 @@ def evaluate(value: LazyValue) -> Tensor:
     grad = torch.is_grad_enabled() and full.needs_grad
     lower_statistics(full, grad)
     evaluation = _Evaluation(grad)
-    with without_ambient_modes():
-        tensor = evaluation.run(full)
+    try:
+        with without_ambient_modes():
+            tensor = evaluation.run(full)
+    except LimitError as refused:  # a later pass may need more than the one that was refused
+        least = max(refused.least, *(plan.least_bytes for plan in passes_for(full)))
+        raise LimitError(refused.limit, least, refused.advice) from None
     for temporary in evaluation.without_gradient:
         temporary.tensor = None
     return tensor

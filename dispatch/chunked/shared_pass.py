@@ -27,6 +27,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     known_tensor,
     version_and_address,
 )
+from subtensors.dispatch.chunked.row_layout import LimitError
 from subtensors.dispatch.ops.errors import RuleError
 
 aten = torch.ops.aten
@@ -53,9 +54,8 @@ def evaluate_number(requested: LazyValue) -> Tensor:
     numbers = _numbers(requested)
     is_joined = len(numbers) > 1 and _join(requested, numbers)
     with torch.enable_grad():  # they may be read again, with gradients
-        for number in () if is_joined else numbers:
-            assert number.waiting is not None
-            _compute_alone(number, number.waiting)
+        if not is_joined:
+            _compute_apart(numbers)
     tensor = evaluate(requested)
     requested.node, requested.recorded = None, version_and_address(tensor)  # the node keeps what it reads
     if is_joined:
@@ -92,6 +92,19 @@ def _numbers(requested: LazyValue) -> list[LazyValue]:
     return list(found.values())
 
 
+def _compute_apart(numbers: Sequence[LazyValue]) -> None:
+    """Compute numbers one by one. Raises LimitError with what all need at least, where one can't meet its limit."""
+    refused: list[LimitError] = []
+    for number in numbers:
+        assert number.waiting is not None
+        try:
+            _compute_alone(number, number.waiting)
+        except LimitError as error:
+            refused.append(error)
+    if refused:
+        raise max(refused, key=lambda error: error.least)
+
+
 def _compute_alone(number: LazyValue, waiting: Waiting) -> Tensor:
     tensor = None if waiting.alone is None else waiting.alone()
     if tensor is None:
@@ -121,10 +134,7 @@ def _join(requested: LazyValue, numbers: list[LazyValue]) -> bool:
         node = LazyNode(aten.alias.default, (value,), {}, None, grad=True)
         node.add_output(number)
         number.node = node
-    try:
-        is_one = takes_one_pass(requested)
-    except ValueError:  # a limit of memory that each of them may meet alone
-        is_one = False
+    is_one = takes_one_pass(requested)
     if not is_one:
         for number, _ in joined:
             number.node = None
