@@ -219,8 +219,9 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
     in_weight_grad = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
-    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept // columns
+    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept / columns
     recomputed = max(0.0, 1 - kept_blocks / blocks)
+    blocks += recomputed > 0 and kept % columns > 0  # one is kept in part
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
@@ -327,9 +328,17 @@ def possible_plans(
             return
         plan = by_columns(shape, columns, 0, rates)
         yield plan
-        spare = 0 if memory_limit is None else (memory_limit - plan.bytes) // (shape.rows * shape.itemsize)
-        if kept := max(0, min(spare, shape.classes)) // columns * columns:
-            yield by_columns(shape, columns, kept, rates)
+        yield from _keeping(plan, shape, memory_limit, rates)
+
+
+def _keeping(plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates) -> Iterator[ChunkPlan]:
+    """Yield the plan by columns with as many kept ones as fit: whole blocks, and whole waves of tiles."""
+    columns = plan.schedule.columns
+    if memory_limit is None or columns is None:
+        return
+    spare = max(0, min((memory_limit - plan.bytes) // (shape.rows * shape.itemsize), shape.classes))
+    for kept in {spare // size * size for size in (columns, block_columns(rates)[0])} - {0}:
+        yield by_columns(shape, columns, kept, rates)
 
 
 KEPT_SHARES = 8
@@ -363,10 +372,12 @@ def plan_row_statistics(
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
+    sizes = [columns for columns in block_columns(rates) if columns < shape.classes and shape.rows]
     candidates = [
         by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
-        for columns in block_columns(rates)
-        if columns < shape.classes and shape.rows
+        for columns in sizes
         for share in range(KEPT_SHARES + 1)
     ]
+    for columns in sizes:
+        candidates += _keeping(by_columns(shape, columns, 0, rates), shape, memory_limit, rates)
     return _chosen(candidates, memory_limit, free_bytes)
