@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
+from subtensors.kernels.cross_entropy.logits_block import reference_bytes
 
 ROW_BYTES = 56
 """The bytes of the statistics, factors and targets of one row."""
@@ -42,6 +44,7 @@ class Rates:
         launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
         multiprocessors: how many there are.
         device: its name; None where the tensors are on a CPU, of whose time the rates say nothing.
+        has_kernels: whether Triton kernels run there; else the torch reference does, with temporaries of its own.
     """
 
     flops: float
@@ -49,13 +52,14 @@ class Rates:
     launch: float
     multiprocessors: int = 132
     device: str | None = "NVIDIA H200"
+    has_kernels: bool = True
 
 
 H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 """Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
 
-CPU = replace(H200, device=None)
-"""What compares schedules on a CPU."""
+CPU = replace(H200, device=None, has_kernels=False)
+"""What compares schedules on a CPU, by the time that an H200 would take."""
 
 H200_PEAK = Rates(flops=132 * 1.98e9 * 4096, bandwidth=2 * 3.201e9 * 6144 / 8, launch=0.0)
 """The rates that the properties of an H200 promise; of another device the same share is expected."""
@@ -132,6 +136,13 @@ class LossShape:
         """The bytes of dW, 0 where it is not needed."""
         return self.classes * self.width * self.weight_grad_itemsize * self.needs_weight
 
+    def temporary_bytes(self, rows: int, columns: int, rates: Rates) -> int:
+        """Return the bytes of temporaries beside a block of logits: none by kernels."""
+        if rates.has_kernels and self.itemsize < 8:
+            return 0
+        matrices = (rows, columns), (self.classes, self.width), (self.rows, self.width)
+        return max(reference_bytes(*sizes, self.itemsize) for sizes in matrices)
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -186,6 +197,9 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     is_widened = accumulate == "exact" and chunks > 1 and element == shape.itemsize and element < 8
     extra = 2 * shape.classes * shape.width * shape.needs_weight * is_widened
     memory = rows * shape.classes * shape.itemsize + shape.hidden_grad_bytes + shape.weight_grad_bytes + extra
+    memory += shape.temporary_bytes(rows, shape.classes, rates)
+    if is_widened and element == 4:  # products that are added to a compensated sum
+        memory += min(PIECE_BYTES, shape.weight_grad_bytes)
     moved = 3.0 * shape.logits_bytes + shape.weight_grad_bytes
     moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
@@ -205,8 +219,9 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
     in_weight_grad = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
-    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept // columns
+    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept / columns
     recomputed = max(0.0, 1 - kept_blocks / blocks)
+    blocks += recomputed > 0 and kept % columns > 0  # one is kept in part
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
     scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
@@ -214,6 +229,7 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     is_rounded = columns < shape.width and shape.itemsize == 2 and not shape.is_shard
     at_the_end = 0 if is_rounded else shape.hidden_grad_bytes
     memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
+    memory += shape.temporary_bytes(shape.rows, columns, rates)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
     schedule = Schedule(columns=columns, kept=kept)
@@ -312,9 +328,17 @@ def possible_plans(
             return
         plan = by_columns(shape, columns, 0, rates)
         yield plan
-        spare = 0 if memory_limit is None else (memory_limit - plan.bytes) // (shape.rows * shape.itemsize)
-        if kept := max(0, min(spare, shape.classes)) // columns * columns:
-            yield by_columns(shape, columns, kept, rates)
+        yield from _keeping(plan, shape, memory_limit, rates)
+
+
+def _keeping(plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates) -> Iterator[ChunkPlan]:
+    """Yield the plan by columns with as many kept ones as fit: whole blocks, and whole waves of tiles."""
+    columns = plan.schedule.columns
+    if memory_limit is None or columns is None:
+        return
+    spare = max(0, min((memory_limit - plan.bytes) // (shape.rows * shape.itemsize), shape.classes))
+    for kept in {spare // size * size for size in (columns, block_columns(rates)[0])} - {0}:
+        yield by_columns(shape, columns, kept, rates)
 
 
 KEPT_SHARES = 8
@@ -348,10 +372,12 @@ def plan_row_statistics(
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
+    sizes = [columns for columns in block_columns(rates) if columns < shape.classes and shape.rows]
     candidates = [
         by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
-        for columns in block_columns(rates)
-        if columns < shape.classes and shape.rows
+        for columns in sizes
         for share in range(KEPT_SHARES + 1)
     ]
+    for columns in sizes:
+        candidates += _keeping(by_columns(shape, columns, 0, rates), shape, memory_limit, rates)
     return _chosen(candidates, memory_limit, free_bytes)

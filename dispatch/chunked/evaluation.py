@@ -18,7 +18,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     without_ambient_modes,
 )
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
-from subtensors.dispatch.chunked.row_layout import ChunkAxis
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
 from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
 
@@ -56,8 +56,12 @@ def evaluate_together(values: Sequence[LazyValue], riders: Sequence[LazyValue] =
         riding = [replicated(rider) for rider in riders]
         lower_statistics([*missing, *riding], grad)
         evaluation = _Evaluation(grad)
-        with without_ambient_modes():
-            evaluation.run(missing, riding)
+        try:
+            with without_ambient_modes():
+                evaluation.run(missing, riding)
+        except LimitError as refused:  # a later pass may need more than the one that was refused
+            least = max(refused.least, *(plan.least_bytes for value in missing for plan in passes_for(value)))
+            raise LimitError(refused.limit, least, refused.advice) from None
         tensors = [known_tensor(value) for value in full]
         evaluation.release()
         for rider, whole in zip(riders, riding, strict=True):

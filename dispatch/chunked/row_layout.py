@@ -39,8 +39,25 @@ class Policy:
     compiled: bool = False
 
 
+class LimitError(ValueError):
+    """A limit of memory that can't be met.
+
+    Args:
+        limit: bytes at the peak beyond the inputs.
+        least: the fewest bytes that are needed.
+        advice: what else would do, after "give more".
+    """
+
+    def __init__(self, limit: int, least: int, advice: str) -> None:
+        self.limit, self.least, self.advice = limit, least, advice
+        super().__init__(
+            f"memory_limit={limit} can't be met: {least} bytes are needed at least beyond the inputs, gradients "
+            f"included; give more{advice}, or leave the limit out"
+        )
+
+
 def check_limit(limit: int | None, least: int, advice: str = "") -> None:
-    """Raise ValueError for a limit that can't be met.
+    """Raise LimitError for a limit that can't be met.
 
     Args:
         limit: bytes at the peak beyond the inputs; None: no limit.
@@ -48,10 +65,7 @@ def check_limit(limit: int | None, least: int, advice: str = "") -> None:
         advice: what else would do, after "give more".
     """
     if limit is not None and least > limit:
-        raise ValueError(
-            f"memory_limit={limit} can't be met: {least} bytes are needed at least beyond the inputs, gradients "
-            f"included; give more{advice}, or leave the limit out"
-        )
+        raise LimitError(limit, least, advice)
 
 
 class ChunkAxis:

@@ -15,7 +15,12 @@ from torch import Tensor
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
 from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits
 from subtensors.dispatch.chunked.record import record, sliced
-from subtensors.dispatch.chunked.row_statistics import has_rows, record_statistic, untransformed_rows
+from subtensors.dispatch.chunked.row_statistics import (
+    has_rows,
+    has_statistics,
+    record_statistic,
+    untransformed_rows,
+)
 from subtensors.dispatch.chunked.rules.losses import reduce_losses
 from subtensors.dispatch.chunked.rules.reductions import cast
 from subtensors.dispatch.chunked.sharded_head import is_sharded
@@ -77,7 +82,9 @@ def record_cross_entropy(
     if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
         return None
     wide = arithmetic_dtype(logits.dtype)
-    if has_class_targets and weight is None and not options.label_smoothing and _is_sharded_layer(logits):
+    is_statistic = has_class_targets and weight is None and not options.label_smoothing
+    # Where statistics of the same logits are recorded, the losses are one more: there is one gradient of the logits.
+    if is_statistic and (_is_sharded_layer(logits) or has_statistics(logits)):
         with recording(grad and logits.needs_grad):
             found = _losses_by_statistics(logits, target, options.ignore_index)
             if found is not None:

@@ -173,6 +173,13 @@ def _open_node(base: LazyValue, key: object, operand: LazyValue | None, has_vect
     return None
 
 
+def has_statistics(logits: LazyValue) -> bool:
+    """Return whether a differentiable op on these logits is recorded, that results can be added to."""
+    transforms = match_transforms(logits)
+    key = transforms.views, transforms.softcap, transforms.temperature, True
+    return _open_node(transforms.base, key, None, has_vector=False) is not None
+
+
 def _reads(value: LazyValue, node: LazyNode) -> bool:
     """Return whether a value depends on the results of an op."""
     seen, stack = set[int](), [value.node]

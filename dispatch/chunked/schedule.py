@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from subtensors.dispatch.chunked.lazy_graph import (
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, check_limit
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
+from subtensors.kernels.cross_entropy.logits_block import REFERENCE_SHARE, reference_bytes
 
 DEFAULT_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 """The bytes for a chunk's values where the user set no limit."""
@@ -132,7 +135,12 @@ class ChunkSchedule:
         self._find_unread()
         self._descriptions.clear()
         self._done.clear()
-        self.spans: list[Span] = self.axis.spans(self._rows, self._requested_rows())
+        self._window = self._requested_rows()
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """The chunks. Raises LimitError where the rows of one take more than the limit."""
+        return self.axis.spans(self._rows, self._window)
 
     def release_values(self) -> None:
         """Release the values, and with them the tensors that they keep alive."""
@@ -216,27 +224,54 @@ class ChunkSchedule:
             views = isinstance(step.op, torch._ops.OpOverload) and step.op.is_view
             for value in step.outputs:
                 if value is not None and value.layout is not None and not views and step.name != "reshape":
-                    total += value.meta.numel() * value.meta.element_size()
+                    total += _bytes(value)
         return total // max(self.axis.size, 1)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that results and gradients take, whatever the size of a chunk."""
-        total = sum(value.meta.numel() * value.meta.element_size() for value in self.outputs)
+        total, piece = sum(map(_bytes, self.outputs)), 0
         for read in self.inputs:
             if not (self.grad and read.value.needs_grad):
                 continue
             size = read.value.meta.element_size()
             is_compensated = read.layout is None and self.axis.policy.exact and size <= COMPENSATED_SIZE
             total += read.value.meta.numel() * (size + 2 * is_compensated)
-        return total
+            if is_compensated and size == COMPENSATED_SIZE:  # a product that is added to the sum
+                piece = max(piece, min(PIECE_BYTES, _bytes(read.value)))
+        return total + piece + self._one_row_temporaries()
+
+    @property
+    def _chunk_row_bytes(self) -> int:
+        """Bytes that a row of a chunk takes, with its gradients if any, and with temporaries of the reference."""
+        found, rows = self._kernel_operands(), max(self.axis.size, 1)
+        total = self.row_bytes * (2 if self.grad else 1)
+        if self.grad and len({id(logits) for logits in found}) < len(found):  # several gradients of the same logits
+            total += max(_bytes(logits) for logits in found) // rows
+        return max(total + self._one_row_temporaries() // REFERENCE_SHARE, 1)
+
+    def _kernel_operands(self) -> list[LazyValue]:
+        """Return the logits that kernels of rows read, one for each call."""
+        first = [step.leaves[0] for step in self.steps if step.name in _KERNELS_OF_ROWS]
+        return [logits.value if isinstance(logits, Input) else logits for logits in first]
+
+    def _one_row_temporaries(self) -> int:
+        """Return the bytes that the reference of these kernels takes for one row; 0 where they run themselves."""
+        found = [v for v in self._kernel_operands() if v.device.type != "cuda" or v.dtype is torch.float64]
+        sizes = (reference_bytes(1, v.meta.numel() // max(self.axis.size, 1), v.dtype.itemsize) for v in found)
+        return max(sizes, default=0)
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes that the pass takes: those of chunks of a row."""
+        return self.fixed_bytes + self._chunk_row_bytes
 
     def _rows(self, limit: int | None) -> int:
         """Return the rows whose values, and gradients if any, fit in `limit` bytes (None: in a default budget)."""
-        row = max(self.row_bytes * (2 if self.grad else 1), 1)
+        row = self._chunk_row_bytes
         if limit is not None:
-            rows = self.axis.size
-            check_limit(limit, self.fixed_bytes + row, f", chunk a dim of more than {rows} rows (st.chunk(x, dim))")
+            advice = f", chunk a dim of more than {self.axis.size} rows (st.chunk(x, dim))"
+            check_limit(limit, self.least_bytes, advice)
             return _whole_tiles((limit - self.fixed_bytes) // row)
         device = self.outputs[0].device
         budget = DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
@@ -266,6 +301,14 @@ class ChunkSchedule:
         for step in self.steps:
             parts.append(f"  {step.name} -> {', '.join(_described(v) for v in step.outputs if v is not None)}")
         return "\n".join(parts)
+
+
+_KERNELS_OF_ROWS = ("cross_entropy", "row_statistics")
+"""Ops whose results are a few numbers a row, and whose gradient is as large as the logits that they read."""
+
+
+def _bytes(value: LazyValue) -> int:
+    return value.meta.numel() * value.meta.element_size()
 
 
 def _gradient_reads_operands(step: ScheduledStep) -> bool:

@@ -32,7 +32,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     RowSlice,
     version_and_address,
 )
-from subtensors.dispatch.chunked.row_layout import ChunkAxis
+from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.ops.errors import RuleError
 
 aten = torch.ops.aten
@@ -98,17 +98,39 @@ def evaluate_number(requested: LazyValue, apart: Collection[LazyValue] = ()) -> 
     numbers = _numbers(requested)
     held = [(who, value) for who, value in _held_beside(requested) if value not in apart]
     is_shared = len(numbers) > 1 or any(_reads_more(value, numbers) for _, value in held)
-    tensor = _compute_together(requested, numbers, held) if is_shared else None
-    if tensor is None and requested.waiting is not None:
+    refused = list[LimitError]()
+    tensor = _compute_together(requested, numbers, held, refused) if is_shared else None
+    if tensor is None:
+        try:
+            tensor = _compute_apart(requested, numbers)
+        except LimitError as error:
+            raise min([error, *refused], key=lambda refusal: refusal.least) from None
+    _keep(requested, tensor)
+    return tensor
+
+
+def _compute_apart(requested: LazyValue, numbers: Sequence[LazyValue]) -> Tensor:
+    """Compute a number by a pass of its own, or after those that it is made of, by a pass each.
+
+    Raises:
+        LimitError: with what all of them need at least.
+    """
+    tensor = None
+    if requested.waiting is not None:
         tensor = None if requested.waiting.alone is None else requested.waiting.alone()
-    elif tensor is None:
+    else:
+        refused = list[LimitError]()
         for number in numbers:
-            with torch.set_grad_enabled(number.needs_grad):  # they may be read again, with gradients
-                evaluate_number(number, {requested, *numbers})
+            try:
+                with torch.set_grad_enabled(number.needs_grad):  # they may be read again, with gradients
+                    evaluate_number(number, {requested, *numbers})
+            except LimitError as error:
+                refused.append(error)
+        if refused:
+            raise max(refused, key=lambda refusal: refusal.least)
     if tensor is None:
         _record(requested)
         tensor = evaluate(requested)
-    _keep(requested, tensor)
     return tensor
 
 
@@ -190,8 +212,13 @@ def settle() -> None:
         UNSETTLED.pop(reference, None)
 
 
-def _compute_together(requested: LazyValue, numbers: Sequence[LazyValue], held: Held) -> Tensor | None:
-    """Compute a number in one pass with those that it is made of and what is held beside it; None: they can't."""
+def _compute_together(
+    requested: LazyValue, numbers: Sequence[LazyValue], held: Held, refused: list[LimitError]
+) -> Tensor | None:
+    """Compute a number in one pass with those that it is made of and what is held beside it; None: they can't.
+
+    Limits that such a pass can't meet, which each of them may meet alone, are added to `refused`.
+    """
     if not all(map(_record, numbers)):
         return None
     parts = [weakref.ref(number) for number in numbers if number is not requested]
@@ -204,7 +231,10 @@ def _compute_together(requested: LazyValue, numbers: Sequence[LazyValue], held: 
             if parts and not takes_one_pass(requested):
                 return None
             tensor = _evaluate_beside(requested, beside)
-        except (ValueError, RuleError):  # a limit that each of them may meet alone, or a tensor that another one reads
+        except LimitError as error:
+            refused.append(error)
+            continue
+        except RuleError:  # a tensor that another one reads was written to
             continue
         if parts and tensor.requires_grad:
             tensor.register_hook(functools.partial(_release, parts))

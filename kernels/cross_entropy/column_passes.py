@@ -44,8 +44,10 @@ class ColumnPasses:
     """
 
     def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
-        self.linear, self.kept = linear, kept
-        self.blocks = parts(linear.weight.shape[0], columns)
+        self.linear, self.columns = linear, min(columns, linear.weight.shape[0])
+        self.blocks = parts(linear.weight.shape[0], self.columns)
+        self.own: range = _kept_blocks(linear, self.blocks, self.columns, kept)
+        """The blocks that are kept in memory of their own."""
         self._memory: _Memory | None = None
         """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
 
@@ -58,7 +60,7 @@ class ColumnPasses:
         linear, all_rows = self.linear, (0, self.linear.hidden.shape[0])
         memory = self._allocate()
         if any(linear.needs):
-            memory.places = _places(linear, self.blocks, memory.weight_grad, self.kept)
+            memory.places = _places(linear, self.blocks, self.columns, memory.weight_grad, self.own)
             self._memory = memory
         for number, part in enumerate(self.blocks):
             fold(linear.logits(memory.places.get(number, memory.scratch), all_rows, part))
@@ -82,7 +84,7 @@ class ColumnPasses:
         memory = self._allocate() if first_pass is None else first_pass
         places, scratch, weight_grad = memory.places, memory.scratch, memory.weight_grad
         bias_grad = linear.bias_grad()
-        hidden_sum = _hidden_sum(linear, self.blocks) if needs.hidden else None
+        hidden_sum = _hidden_sum(linear, len(self.blocks), self.columns) if needs.hidden else None
         # First the last block, which is still in the scratch memory; then the kept ones, from the front of their
         # memory, because the gradient of the weight is written behind the logits that are yet to be read.
         last = len(self.blocks) - 1
@@ -111,42 +113,65 @@ class ColumnPasses:
         return hidden_grad.to(linear.hidden.dtype), weight_grad, bias_grad
 
     def _allocate(self) -> _Memory:
-        linear, (_, columns) = self.linear, self.blocks[0]
-        return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * columns), linear.weight_grad())
+        linear = self.linear
+        return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * self.columns), linear.weight_grad())
 
 
-def _hidden_sum(linear: LinearHead, blocks: Parts) -> GradientSum:
+def _hidden_sum(linear: LinearHead, blocks: int, columns: int) -> GradientSum:
     """Return the accumulator of the hidden states' gradient over blocks of columns."""
-    hidden, (_, columns) = linear.hidden, blocks[0]
+    hidden = linear.hidden
     if columns >= hidden.shape[1] or hidden.itemsize != 2 or linear.shard is not None:
         # A block took as much memory as the result, or nothing is rounded, or other processes add to it.
         return GradientSum(hidden.new_empty(hidden.shape, dtype=linear.compute_dtype), exact=False)
-    return GradientSum(hidden.new_empty(hidden.shape), exact=len(blocks) > 1, kernels=False)
+    return GradientSum(hidden.new_empty(hidden.shape), exact=blocks > 1, kernels=False)
 
 
-def _places(linear: LinearHead, blocks: Parts, weight_grad: Tensor | None, kept: int) -> dict[int, Tensor]:
+def _blocks_in_gradient(linear: LinearHead, blocks: int, columns: int) -> int:
+    """Return how many blocks of logits, the first ones, the memory of the weight's gradient keeps."""
+    if not linear.needs.weight:
+        return 0
+    count, share = linear.hidden.shape[0], _elements_per_column(linear)
+    # The last block's rows of dW are written first, so nothing may wait there.
+    return blocks if count <= share else (blocks - 1) * share // count
+
+
+def _elements_per_column(linear: LinearHead) -> int:
+    """Return how many logits take the memory of a class's row of the weight's gradient."""
+    return linear.weight_grad_dtype.itemsize * linear.hidden.shape[1] // linear.hidden.itemsize
+
+
+def _kept_blocks(linear: LinearHead, blocks: Parts, columns: int, kept: int) -> range:
+    """Return the blocks that are kept in memory of `kept` columns, and cut in two the one that is kept in part."""
+    first = _blocks_in_gradient(linear, len(blocks), columns)
+    last = len(blocks) - 1
+    whole, part = divmod(kept, columns)
+    if whole >= last - first:
+        return range(first, max(first, last))
+    cut = first + whole
+    if part:
+        begin, end = blocks[cut]
+        blocks[cut : cut + 1] = [(begin, begin + part), (begin + part, end)]
+    return range(first, cut + bool(part))
+
+
+def _places(
+    linear: LinearHead, blocks: Parts, columns: int, weight_grad: Tensor | None, own: range
+) -> dict[int, Tensor]:
     """Return the memory that keeps logits for the second pass, by block number; other blocks are recomputed.
 
     The memory of the weight's gradient is reused. Per column the gradient takes H elements, and the logits N. A
     column's logits are placed at its number times max(H, N), so that the gradient is written behind the logits that
-    are yet to be read. `kept` further columns have memory of their own.
+    are yet to be read. The blocks in `own` have memory of their own.
     """
-    count, width = linear.hidden.shape
-    columns, last = blocks[0][1], len(blocks) - 1
+    count = linear.hidden.shape[0]
     places: dict[int, Tensor] = {}
     if weight_grad is not None:
-        memory = weight_grad.view(-1).view(linear.hidden.dtype)
-        share = weight_grad.itemsize * width // linear.hidden.itemsize
-        if count <= share:
-            places = {n: memory[n * columns * share :] for n in range(len(blocks))}
-        else:  # the last block's rows of dW are written first, so nothing may wait there
-            free = last * columns * share // (columns * count)
-            places = {n: memory[n * columns * count :] for n in range(free)}
-    own = min(kept // columns, last - len(places))
-    if own > 0:
-        memory = linear.hidden.new_empty(own * columns * count)
-        first = len(places)
-        places |= {first + n: memory[n * columns * count :] for n in range(own)}
+        memory, stride = weight_grad.view(-1).view(linear.hidden.dtype), max(count, _elements_per_column(linear))
+        places = {n: memory[n * columns * stride :] for n in range(own.start)}
+    if own:
+        begin, end = blocks[own.start][0], blocks[own.stop - 1][1]
+        memory = linear.hidden.new_empty((end - begin) * count)
+        places |= {n: memory[(blocks[n][0] - begin) * count :] for n in own}
     return places
 
 

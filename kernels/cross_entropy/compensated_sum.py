@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.logits_block import product_into, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import product_into, rows_at_once, uses_kernels
 from subtensors.kernels.runtime.launcher import launching_on
 
 BLOCK = 2048
@@ -54,12 +54,15 @@ def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -
         total.copy_(partial)
         lost.zero_()
         return
-    added = partial + lost.float()
-    after = total + added
-    seen = after - total
-    rounded_off = (total - (after - seen)) + (added - seen)
-    lost.copy_(torch.where(rounded_off.isnan(), 0.0, rounded_off))  # the rounding error of an infinite sum is NaN
-    total.copy_(after)
+    size = rows_at_once(total.numel(), 1)
+    pieces = (t.view(-1).split(size) for t in (partial, total, lost))
+    for part, own_total, own_lost in zip(*pieces, strict=True):
+        added = part + own_lost.float()
+        after = own_total + added
+        seen = after - own_total
+        rounded_off = (own_total - (after - seen)) + (added - seen)
+        own_lost.copy_(rounded_off.masked_fill_(rounded_off.isnan(), 0.0))  # of an infinite sum it is NaN
+        own_total.copy_(after)
 
 
 class GradientSum:

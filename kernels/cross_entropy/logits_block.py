@@ -2,7 +2,8 @@
 
 A block is some rows and some columns of the matrix of logits. `row_sums.py` folds it into sums of its rows. The
 operations on a block are Triton kernels or their torch reference, which the kernels are tested against and which runs
-on a CPU and in float64; it makes temporaries of the block's size, the kernels make none.
+on a CPU and in float64. The kernels make no temporaries; the reference takes a few rows at a time, so that its own are
+small beside a block (`reference_bytes`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,32 @@ class Block(NamedTuple):
     def columns(self) -> tuple[int, int]:
         """Its columns among all columns, [begin, end)."""
         return self.first_column, self.first_column + self.logits.shape[1]
+
+    def slices(self) -> list[Block]:
+        """Return the rows that the reference takes at a time."""
+        parts = self.logits.split(rows_at_once(*self.logits.shape))
+        return [Block(part, self.first_row + n * len(parts[0]), self.first_column) for n, part in enumerate(parts)]
+
+
+REFERENCE_SHARE, REFERENCE_ELEMENTS = 64, 2**20
+"""The reference takes a 64th of a matrix at a time, of no more than so many elements, but a row at least."""
+
+REFERENCE_TEMPORARIES = 8
+"""The most matrices of that size that the reference holds at once."""
+
+
+def rows_at_once(rows: int, columns: int) -> int:
+    """Return the rows of a matrix that the reference takes at a time.
+
+    >>> rows_at_once(512, 1000), rows_at_once(16, 1000)
+    (8, 1)
+    """
+    return max(1, min(rows * columns // REFERENCE_SHARE, REFERENCE_ELEMENTS) // max(columns, 1))
+
+
+def reference_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """Return the bytes of the reference's temporaries for a matrix."""
+    return REFERENCE_TEMPORARIES * max(4, itemsize) * rows_at_once(rows, columns) * columns
 
 
 @dataclass(frozen=True)
@@ -117,7 +144,13 @@ def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None
         else:
             torch.mm(a, b, out_dtype=result.dtype, out=result)
     else:  # only GPUs have a GEMM with a wider result
-        product_into(result, a.to(result.dtype), b.to(result.dtype), accumulate)
+        height = rows_at_once(*a.shape)
+        depth = max(1, height * a.shape[1] // max(height, b.shape[1]))
+        for row in range(0, a.shape[0], height):
+            for k in range(0, a.shape[1], depth):
+                left, right = a[row : row + height, k : k + depth], b[k : k + depth]
+                wide = left.to(result.dtype), right.to(result.dtype)
+                product_into(result[row : row + height], *wide, accumulate or k > 0)
 
 
 @dataclass

@@ -158,6 +158,10 @@ class RowSums:
         if self.kernels:
             self._fold_by_kernel(block)
             return
+        for part in block.slices():
+            self._fold_by_reference(part)
+
+    def _fold_by_reference(self, block: Block) -> None:
         z, _ = self._transformed(block.logits)
         (begin, end), own, top = block.columns, slice(*block.rows), z.amax(1)
         row_max, sum_exp, sum_exp_logit, sum_exp_vector, argmax, target_logits, logit_sum = (
@@ -284,14 +288,18 @@ class RowSums:
 
     def write_gradient(self, block: Block, factors: Factors, into: Tensor) -> None:
         """Write the gradient of a block; `into` may be its logits. `factors` are of all rows."""
-        logits, own = block.logits, slice(*block.rows)
-        if not logits.numel():
+        if not block.logits.numel():
             return
-        factors = factors.rows(*block.rows)
         if self.kernels:
-            self._write_by_kernel(block, factors, into)
+            self._write_by_kernel(block, factors.rows(*block.rows), into)
             return
-        z, slope = self._transformed(logits)
+        parts = block.slices()
+        for part, rows in zip(parts, into.split(len(parts[0].logits)), strict=True):
+            self._write_by_reference(part, factors.rows(*part.rows), rows)
+
+    def _write_by_reference(self, block: Block, factors: Factors, into: Tensor) -> None:
+        own = slice(*block.rows)
+        z, slope = self._transformed(block.logits)
         begin, end = block.columns
         log_p = (z - self.row_max[own, None]) - factors.log_sum[:, None]
         factor = factors.of_softmax[:, None].expand_as(z)

@@ -27,6 +27,7 @@ from subtensors.dispatch.chunked.cost_model import (
     by_rows,
     device_rates,
     plan_linear_cross_entropy,
+    plan_row_statistics,
 )
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
 
@@ -81,6 +82,18 @@ def test_without_a_limit_a_slightly_slower_plan_may_save_memory(shape: LossShape
 def test_little_free_memory_is_a_limit() -> None:
     plan = plan_linear_cross_entropy(GEMMA, free_bytes=2 * 2**30)
     assert plan.bytes <= 0.8 * 2 * 2**30
+
+
+def test_row_statistics_keep_a_part_of_a_block_where_that_fits() -> None:
+    shape = LossShape(8192, 2048, 151936)
+    products = []
+    for limit in range(1000, 2000, 100):
+        plan = plan_row_statistics(shape, memory_limit=limit * MIB)
+        assert plan is not None
+        assert 0 <= limit * MIB - plan.bytes < 1056 * 8192 * 2, "less than a wave of tiles is unused"
+        products.append(plan.products)
+    assert products == sorted(products, reverse=True)
+    assert products[4] == pytest.approx(3.47, abs=0.005), "at 1400 MiB; 3.56 with whole blocks alone"
 
 
 def test_a_frozen_weight_is_planned_by_rows_with_two_products() -> None:

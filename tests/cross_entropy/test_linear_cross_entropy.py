@@ -197,6 +197,16 @@ def test_the_order_by_columns_takes_four_products_for_all_blocks_but_one() -> No
     assert len(sizes.products) == 3 * 3
 
 
+@pytest.mark.parametrize("kept", [0, 2, 8, 10, 16])
+def test_columns_that_are_kept_are_not_computed_again_whole_blocks_or_not(kept: int) -> None:
+    case = example()
+    with Sizes() as sizes:
+        result = case.ours(columns=8, kept=kept)
+    check(result, case)
+    computed = sum(columns for rows, columns in sizes.products if rows == 12 and columns != 5)
+    assert computed == 23 + 16 - kept, "once, and once more all but the last block and those"
+
+
 def test_a_gradient_wider_than_the_weight_is_summed_in_its_own_dtype() -> None:
     case = example(count=64).to("cpu", torch.bfloat16)
     for schedule in ({"rows": 1}, {"columns": 7}):
