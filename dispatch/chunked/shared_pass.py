@@ -41,7 +41,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 
 
 class Holder(Protocol):
-    """What a user holds a value by."""
+    """The object that a user holds a value by."""
 
     def pending(self) -> LazyValue | None:
         """Return the value; None where its numbers are known."""
@@ -51,7 +51,7 @@ class Holder(Protocol):
 
     @property
     def may_be_differentiated(self) -> bool:
-        """Whether the user can ask for the gradient of the value."""
+        """True if the user can ask for the gradient of the value."""
 
 
 Held: TypeAlias = "Sequence[tuple[Holder, LazyValue]]"
@@ -61,7 +61,7 @@ UNSETTLED: dict[weakref.ref[Any], None] = {}
 
 
 def hold(holder: Holder, value: LazyValue) -> None:
-    """Have the value of a holder computed by passes over the products that it reads."""
+    """Let passes over the products that a holder's value reads compute it, too."""
     for axis in _axes(value):
         axis.holders[weakref.ref(holder)] = None
 

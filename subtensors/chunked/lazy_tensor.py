@@ -63,7 +63,7 @@ class AliasRef:
 
     @property
     def may_be_differentiated(self) -> bool:
-        """Whether it is a number whose gradient the user can ask for."""
+        """True of a number whose gradient the user can ask for."""
         return False
 
     def pending(self) -> LazyValue | None:

@@ -53,7 +53,7 @@ class NumberRef(AliasRef):
 
     @property
     def may_be_differentiated(self) -> bool:
-        """Whether it requires grad, and the user holds more than a detached number of it."""
+        """True if it requires grad, and the user holds more than a detached number of it."""
         return self._value.needs_grad and self.user() is not None
 
     def take_notice(self) -> None:

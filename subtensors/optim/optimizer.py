@@ -33,7 +33,6 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
-from subtensors.optim.backward_step import BackwardStep
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
@@ -286,27 +285,6 @@ class Optimizer(torch.optim.Optimizer):
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = Capture(check, params, packed)
         return self._capture
-
-    def step_in_backward(self, bucket_size: int | str = "64MiB") -> BackwardStep:
-        """Step within each backward pass, and free gradients there, so that few are alive at a time.
-
-        `step()` after the backward updates what is left, and is the step that schedulers see.
-
-        Args:
-            bucket_size: of the gradients that one step is taken for: bytes, or text such as "64MiB".
-
-        Returns:
-            The hooks; `remove()` takes them away.
-
-        Raises:
-            RuntimeError: `max_norm`, `accumulate`, `capture()` or several processes need all gradients at once.
-
-        Example:
-            >>> import subtensors as st
-            >>> w = torch.nn.Parameter(torch.ones(2))
-            >>> hooks = st.optim.SGD([w], lr=0.5).step_in_backward(bucket_size=8)
-        """
-        return BackwardStep(self, bucket_size)
 
     @property
     def replays(self) -> int | None:

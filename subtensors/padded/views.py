@@ -73,6 +73,8 @@ def _source_of(
         place = _IsBase()
         call = tree_map_only(PaddedTensor, lambda t: place if t is base else t, (args, kwargs))
         return ViewSource(weakref.ref(base), _View(func, call, place, index), versions)
+    if list in map(type, (*args, *kwargs.values())):  # which the caller may write to
+        args, kwargs = tree_map_only(PaddedTensor, lambda t: t, (args, kwargs))
     return ViewSource(lambda: base, _View(func, (args, kwargs), base, index), versions)
 
 

@@ -266,3 +266,16 @@ def test_a_view_of_a_view_that_nothing_else_holds_sees_writes_to_the_base() -> N
     part = x.view(-1, 3)[3:9]
     x.mul_(3)
     torch.testing.assert_close(part.unpad(), source.view(-1, 3)[3:9] * 3)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_view_is_taken_again_with_the_sizes_that_it_was_taken_with(repeats: int) -> None:
+    source = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
+    x = st.pad(source, {1: B}) * 1
+    for _ in range(repeats):
+        sizes, order = [2, x.shape[1], 2, 2], [2, 0, 1]
+        view, turned = x.view(sizes), x.permute(order)
+    sizes[2:], order[:] = [4, 1], [0, 1, 2]
+    x.mul_(2)
+    torch.testing.assert_close((view + 0).unpad(), (source * 2).view(2, 7, 2, 2))
+    torch.testing.assert_close((turned + 0).unpad(), (source * 2).permute(2, 0, 1))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Unpack, cast
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +196,7 @@ _FACTORS: dict[str | None, Callable[[int, int], float]] = {
 
 
 class MuonAdamW(MatrixOptimizer):
-    """Muon for the parameters among `matrices`, AdamW for the others.
+    """Muon for the groups with `use_muon`, AdamW for the others.
 
     Muon's steps are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so that one learning rate and one
     weight decay fit both.
@@ -204,13 +205,8 @@ class MuonAdamW(MatrixOptimizer):
         momentum: of Muon.
         betas, eps: of AdamW.
         weight_decay: decoupled.
-
-    Raises:
-        ValueError: there is no matrix.
+        use_muon: what a group does that says nothing of it.
     """
-
-    matrices: ClassVar[frozenset[int]] = frozenset()
-    """Ids of the parameters that are Muon's; a group that has some is split."""
 
     _accepted = Accepted()
     is_replayable = True
@@ -224,24 +220,10 @@ class MuonAdamW(MatrixOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         momentum: float = 0.95,
+        use_muon: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = hyperparameters(locals()) | {"use_muon": False}
-        given = list(params)
-        groups = cast("list[ParamGroup]", given if isinstance(given[0], dict) else [{"params": given}])
-        halves = [
-            (
-                group,
-                use_muon,
-                [p for p in cast("list[Tensor]", group["params"]) if (id(p) in self.matrices) == use_muon],
-            )
-            for group in groups
-            for use_muon in (True, False)
-        ]
-        parts = [{**group, "params": own, "use_muon": use_muon} for group, use_muon, own in halves if own]
-        if not any(part["use_muon"] for part in parts):
-            raise ValueError("none of the parameters is a matrix of the model's layers, for Muon: take AdamW")
-        super().__init__(parts, defaults, **options)
+        super().__init__(params, hyperparameters(locals()), **options)
 
     def needs_state(self, entry: str, group: ParamGroup) -> bool:
         """The momentum of Muon's groups, the moments and counts of AdamW's."""
@@ -294,7 +276,7 @@ def _adamw(
 
 
 def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
-    """Return the class that gives the matrices of a model's layers to Muon, and all else to AdamW.
+    """Return the class of the optimizer that gives the matrices of a model's layers to Muon, and all else to AdamW.
 
     Args:
         model: whose parameters the groups hold.
@@ -302,4 +284,28 @@ def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
     """
     outer = [module for module in model.modules() if module is head or isinstance(module, nn.Embedding)]
     inner = {id(p) for p in model.parameters() if p.ndim == 2} - {id(p) for m in outer for p in m.parameters()}
-    return type("MuonAdamW", (MuonAdamW,), {"matrices": frozenset(inner)})
+
+    class MuonOfLayers(MuonAdamW):
+        """The class that makes it: a trainer asks for one, and calls it with groups of its own."""
+
+        __signature__ = inspect.signature(MuonAdamW)
+
+        def __new__(cls, params: Params, **options: Any) -> MuonAdamW:  # type: ignore[misc]  # which can be pickled
+            parts = [*_split(params, inner)]
+            if not any(part["use_muon"] for part in parts):
+                raise ValueError("none of the parameters is a matrix of the model's layers, for Muon: take AdamW")
+            return MuonAdamW(parts, **options)
+
+    return MuonOfLayers
+
+
+def _split(params: Params, matrices: Collection[int]) -> Iterator[ParamGroup]:
+    """Yield the groups of some parameters, each in two: those with these ids, and the others."""
+    given = list(params)
+    groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        own = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for use_muon in (True, False):
+            half = [x for x in own if (id(x[1] if isinstance(x, tuple) else x) in matrices) == use_muon]
+            if half:
+                yield {**group, "params": half, "use_muon": use_muon}
