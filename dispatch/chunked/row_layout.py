@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +89,7 @@ class ChunkAxis:
         self._granule = 1
         self._parent: ChunkAxis | None = None
         self._backward_hooks: list[BackwardHook] = []
-        self.holders: dict[weakref.ref[Any], None] = {}
+        self.holders: dict[weakref.ref[object], None] = {}
         """Of a root: the holders of numbers and rows that wait for passes along it, see `shared_pass.py`."""
 
     @property

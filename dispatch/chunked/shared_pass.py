@@ -20,7 +20,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -56,12 +56,12 @@ class Holder(Protocol):
 
 Held: TypeAlias = "Sequence[tuple[Holder, LazyValue]]"
 
-UNSETTLED: dict[weakref.ref[Any], None] = {}
+UNSETTLED: dict[weakref.ref[object], None] = {}
 """The holders of numbers that nobody may be able to ask the gradient of."""
 
 
 def hold(holder: Holder, value: LazyValue) -> None:
-    """Let passes over the products that a holder's value reads compute it, too."""
+    """Add a value to what passes over the products that it reads compute."""
     for axis in _axes(value):
         axis.holders[weakref.ref(holder)] = None
 
@@ -71,7 +71,7 @@ def _pending(axes: Collection[ChunkAxis]) -> Held:
     found: dict[Holder, LazyValue] = {}
     for axis in axes:
         for reference in list(axis.holders):
-            holder: Holder | None = reference()
+            holder = cast("Holder | None", reference())
             value = None if holder is None else holder.pending()
             if holder is None or value is None:
                 axis.holders.pop(reference, None)
@@ -197,7 +197,7 @@ def evaluate_rows(value: LazyValue) -> Tensor:
 def settle() -> None:
     """Compute the numbers that keep what they read in memory for themselves alone, since none has a gradient."""
     for reference in list(UNSETTLED):
-        holder: Holder | None = reference()
+        holder = cast("Holder | None", reference())
         number = None if holder is None else holder.pending()
         if holder is not None and number is not None:
             beside = [(holder, number), *_held_beside(number)]

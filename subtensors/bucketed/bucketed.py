@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from subtensors.arguments import shown
 from subtensors.bucketed.check import Schedule
@@ -15,6 +15,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Result = TypeVar("Result", covariant=True)
 
+Dims: TypeAlias = Mapping[Any, object]
+
 
 class _Module(Protocol[P, Result]):
     """A module, whose call is typed by its `forward`."""
@@ -25,7 +27,7 @@ class _Module(Protocol[P, Result]):
 @overload
 def bucketed(
     program: _Module[P, R],
-    dims: Mapping[Any, object],
+    dims: Dims,
     compile: bool | dict[str, object] = ...,
     max_graphs: int | None = ...,
     memory_limit: int | str | None = ...,
@@ -39,7 +41,7 @@ def bucketed(
 @overload
 def bucketed(
     program: Callable[P, R],
-    dims: Mapping[Any, object],
+    dims: Dims,
     compile: bool | dict[str, object] = ...,
     max_graphs: int | None = ...,
     memory_limit: int | str | None = ...,
@@ -52,7 +54,7 @@ def bucketed(
 
 def bucketed(
     program: _Module[..., object] | Callable[..., object],
-    dims: Mapping[Any, object],
+    dims: Dims,
     compile: bool | dict[str, object] = False,
     max_graphs: int | None = None,
     memory_limit: int | str | None = None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Unpack
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -302,10 +302,11 @@ def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
 def _split(params: Params, matrices: Collection[int]) -> Iterator[ParamGroup]:
     """Yield the groups of some parameters, each in two: those with these ids, and the others."""
     given = list(params)
-    groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
-    for group in groups:
-        own = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    is_grouped = bool(given) and isinstance(given[0], dict)
+    for group in cast("list[ParamGroup]", given if is_grouped else [{"params": given}]):
+        own = group["params"]
+        listed = [own] if isinstance(own, Tensor) else list(cast("Iterable[Tensor | tuple[str, Tensor]]", own))
         for use_muon in (True, False):
-            half = [x for x in own if (id(x[1] if isinstance(x, tuple) else x) in matrices) == use_muon]
+            half = [x for x in listed if (id(x[1] if isinstance(x, tuple) else x) in matrices) == use_muon]
             if half:
                 yield {**group, "params": half, "use_muon": use_muon}
