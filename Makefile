@@ -63,7 +63,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo --module grpo_cycle --module load_embeddings --module serve_embeddings --module train_gpt
+	MYPYPATH=tests:tests/support:docs/examples $(PYTHON) -m mypy --package benchmarks --package demo --module grpo_cycle --module load_embeddings --module serve_embeddings --module train_gpt --module user_program
 
 bench: $(READY)
 	$(PYTHON) -m subtensors bench optim --out docs/benchmarks

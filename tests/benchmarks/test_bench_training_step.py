@@ -27,6 +27,7 @@ def test_a_tiny_run_leaves_rows_and_a_table_and_all_losses_are_alike(
     assert "Tiny sizes: the figures mean nothing." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_sharded_model_alike(tmp_path: Path) -> None:
     options = ["training-step", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--rounds", "1", "--steps", "2"]
     assert main([*options, "--processes", "2", "--variants", "eager;apply"]) == 0

@@ -24,7 +24,7 @@ def environment() -> Iterator[None]:
     os.environ.update(kept)
 
 
-@pytest.mark.parametrize("loss", ["sft", "grpo"])
+@pytest.mark.parametrize("loss", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_tiny_run_leaves_a_row_a_way_with_the_same_loss(
     loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

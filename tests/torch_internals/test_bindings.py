@@ -20,7 +20,7 @@ from subtensors.dispatch.torch_internals.ops import binding_of
 aten = torch.ops.aten
 
 SHARES = 4
-SAMPLES = 3
+SAMPLES = 2
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
