@@ -59,7 +59,7 @@ H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
 """Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
 
 CPU = replace(H200, device=None, has_kernels=False)
-"""What compares schedules on a CPU, by the time that an H200 would take."""
+"""The rates that compare schedules on a CPU: an H200's, without kernels."""
 
 H200_PEAK = Rates(flops=132 * 1.98e9 * 4096, bandwidth=2 * 3.201e9 * 6144 / 8, launch=0.0)
 """The rates that the properties of an H200 promise; of another device the same share is expected."""

@@ -90,7 +90,7 @@ class ChunkAxis:
         self._parent: ChunkAxis | None = None
         self._backward_hooks: list[BackwardHook] = []
         self.holders: dict[weakref.ref[object], None] = {}
-        """Of a root: the holders of numbers and rows that wait for passes along it, see `shared_pass.py`."""
+        """The holders of numbers and rows that wait for passes along a root, see `shared_pass.py`."""
 
     @property
     def root(self) -> ChunkAxis:

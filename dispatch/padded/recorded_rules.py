@@ -61,7 +61,7 @@ class _UnrepeatableError(Exception):
 
 
 TrackerNote = tuple[bool, int, Sequence[Sequence[int]]]
-"""Whether a tracker masks its gradient, its uses, and the indices of its conditions."""
+"""A tracker: whether its gradient is masked, its uses, and the indices of its conditions."""
 
 
 class Record(NamedTuple):

@@ -51,7 +51,7 @@ _ELSEWHERE = {
     "lr_scheduler": "torch.optim.lr_scheduler takes these optimizers",
     "swa_utils": "ema= of any optimizer averages weights in its step; torch.optim.swa_utils works with them, too",
 }
-"""What torch.optim has and this lacks."""
+"""Names that torch.optim has and this lacks, each with what to take instead."""
 
 for _name in __all__:
     if getattr(globals()[_name], "_accepted", None) is not None:
