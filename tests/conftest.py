@@ -158,3 +158,12 @@ def pytest_runtest_teardown() -> None:
     """Forget compiled code after each test, so that no test counts another's recompilations."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Variables of the process that a Trainer sets for accelerate are for that test."""
+    kept = {**os.environ}
+    yield
+    os.environ.clear()
+    os.environ.update(kept)

@@ -63,7 +63,7 @@ CALLS: dict[str, Call] = {
 
 @dataclass(frozen=True)
 class CallRow:
-    """What a call takes the host.
+    """The time that a call takes the host.
 
     Args:
         call: its name.
@@ -80,7 +80,7 @@ class CallRow:
 
     @property
     def times(self) -> float:
-        """How often the plain call fits into the padded one."""
+        """The padded call's time over the plain one's."""
         return self.padded_us / self.plain_us
 
 

@@ -34,7 +34,7 @@ from benchmarks.table import describe, figure, folded
 from demo.timing import Span, synchronize
 
 TOKENS, WIDTH, CLASSES = 8192, 4096, 128256
-"""Of Llama-3-8B's head."""
+"""The sizes of a loss over Llama-3-8B's head."""
 
 TINY = (24, 16, 60)
 

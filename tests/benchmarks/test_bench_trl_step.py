@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,7 @@ from benchmarks.__main__ import main
 
 pytest.importorskip("trl", reason="needs the package trl")
 pytest.importorskip("datasets", reason="needs the package datasets")
-pytestmark = [pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    kept = {**os.environ}
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_environment")]
 
 
 @pytest.mark.parametrize("loss", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])

@@ -103,7 +103,7 @@ WAYS: dict[str, tuple[dict[str, object], dict[str, Any] | None]] = {
     "apply_to_trainer, compile": ({}, {"optimizer": "adamw", "compile": True}),
     "apply_to_trainer, compile, cuDNN": ({}, {"optimizer": "adamw", "compile": True, "attention": CUDNN}),
 }
-"""What TRL's arguments say, and what `apply_to_trainer` is given; None: it is not called."""
+"""TRL's arguments, and those of `apply_to_trainer`; None: it is not called."""
 
 
 def vocabulary(job: Job) -> int:

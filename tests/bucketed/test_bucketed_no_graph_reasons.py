@@ -19,7 +19,7 @@ LENGTHS = [5, 12, 20, 30]
 
 @pytest.fixture
 def pools(device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
-    """Where a CPU pretends to capture; none on a GPU, which does."""
+    """A patch by which a CPU pretends to capture; none on a GPU, which does."""
     return pretend(monkeypatch) if device == "cpu" else []
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import subtensors as st
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_environment")]
 apply_to_trainer = st.integrations.transformers.apply_to_trainer
 OPTIMIZERS = st.integrations.transformers.OPTIMIZERS
 
@@ -69,15 +67,6 @@ def trainer_in(folder: Path, dtype: torch.dtype = torch.float32, **arguments: An
     trainer = transformers.Trainer(model=model, args=given, train_dataset=Rows(), eval_dataset=Rows(10))
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """What a Trainer says to accelerate, by variables of the process, is for that test."""
-    kept = {**os.environ}
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
 
 
 def logged(trainer: Any, name: str) -> list[float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,11 @@ import subtensors as st
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_environment")]
 apply_to_trainer = st.integrations.transformers.apply_to_trainer
 
 STEPS = 20
 SEQ = st.Dim("seq", max=64, buckets=16)
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """What a Trainer says to accelerate, by variables of the process, is for that test."""
-    kept = {**os.environ}
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):

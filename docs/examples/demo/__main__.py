@@ -27,7 +27,7 @@ def at_least_two(text: str) -> int:
 
 
 SECONDS_A_STEP = {"cpu": 5.0, "cuda": 0.4}
-"""What a step of all variants takes, about: on two cores of a CPU, on an H200."""
+"""The seconds of a step of all variants, about: on two cores of a CPU, on an H200."""
 
 
 def announcement(plan: Plan) -> str:
