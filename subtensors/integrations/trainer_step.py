@@ -50,7 +50,6 @@ class Arguments(Protocol):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
-    n_gpu: int
     torch_empty_cache_steps: int | None
 
 
@@ -116,7 +115,7 @@ class BucketedStep:
             "a graph would hold the learning rate of a matrix optimizer": isinstance(optimizer, MatrixOptimizer),
             "the optimizer accumulates gradients itself": getattr(optimizer, "defaults", {}).get("accumulate", 1) != 1,
             "the trainer clips gradients between backward and step": args.max_grad_norm,
-            "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO" or args.n_gpu > 1,
+            "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO",
             "a GradScaler asks the device whether to step": accelerator.scaler is not None,
             "torch_empty_cache_steps frees memory within a step": args.torch_empty_cache_steps is not None,
             "a batch has no input_ids, (batch, length)": not isinstance(tokens, Tensor) or tokens.ndim != 2,

@@ -198,8 +198,8 @@ def apply_to_trainer(
         an object with `revert()`, which takes back all but an optimizer that the trainer has made.
 
     Raises:
-        TypeError, ValueError: see `apply`; a trainer with an optimizer of its own, or told to compile or to replace the
-            loss itself.
+        TypeError, ValueError: see `apply`; a trainer with an optimizer of its own, told to compile or to replace the
+            loss itself, or about to copy its model to several GPUs by DataParallel.
 
     Example:
         >>> import subtensors as st
@@ -214,6 +214,11 @@ def apply_to_trainer(
     for theirs, ours, name in (("torch_compile", compile, "compile"), ("use_liger_kernel", loss, "loss")):
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
+    if getattr(arguments, "n_gpu", 1) > 1:
+        raise ValueError(
+            f"the trainer would copy its model to {arguments.n_gpu} GPUs by DataParallel, without what is applied here: "
+            "run a process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES=0"
+        )
     changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
     applied: Applied[None]
     if optimizer is None:

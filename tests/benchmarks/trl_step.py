@@ -1,4 +1,4 @@
-"""The benchmark of TRL's trainers: the loss of a batch, its gradients and a step, as they come and after one call.
+"""The benchmark of TRL's trainers: a batch's loss, its clipped gradients and a step, as they come and after one call.
 
 The trainers are TRL's own, of SFT and of GRPO with an entropy bonus, and so is the code of the loss; what differs is
 one call of `apply_to_trainer`, or an argument of TRL's. Batches are random tokens of one length, made before they are
@@ -67,28 +67,37 @@ def arguments(config: type, folder: str, job: Job, **more: object) -> Any:
     )
 
 
+def as_trained(trainer: Any) -> Any:
+    """Return a trainer whose model is patched as `train()` would patch it when it begins."""
+    if trainer.args.use_liger_kernel:
+        import_module("transformers.integrations.liger").apply_liger_kernel(trainer.model, None)
+    return trainer
+
+
 def sft(job: Job, folder: str, **more: object) -> Any:
     """Return TRL's trainer of the next token."""
     trl, datasets = import_module("trl"), import_module("datasets")
-    return trl.SFTTrainer(
+    trainer = trl.SFTTrainer(
         model=job.make(),
         args=arguments(trl.SFTConfig, folder, job, max_length=None, **more),
         train_dataset=datasets.Dataset.from_list([{"input_ids": [3, 4, 5]}]),
         processing_class=tokenizer(vocabulary(job)),
     )
+    return as_trained(trainer)
 
 
 def grpo(job: Job, folder: str, **more: object) -> Any:
     """Return TRL's trainer of a policy, with an entropy bonus."""
     trl, datasets = import_module("trl"), import_module("datasets")
     count = min(COMPLETIONS, job.batch)
-    return trl.GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=job.make(),
         reward_funcs=lambda completions, **others: [0.0] * len(completions),
         args=arguments(trl.GRPOConfig, folder, job, num_generations=count, entropy_coef=0.01, **more),
         train_dataset=datasets.Dataset.from_list([{"prompt": "1 2"}] * count),
         processing_class=tokenizer(vocabulary(job)),
     )
+    return as_trained(trainer)
 
 
 TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo}
@@ -165,11 +174,7 @@ def visit(job: Job, name: str, batches: list[Batch], steps: int, warm: int = 2) 
         warnings.simplefilter("ignore")
         trainer = TRAINERS[job.loss](job, folder, **theirs)
         applied = None if ours is None else st.integrations.transformers.apply_to_trainer(trainer, **ours)
-        optimizer = (
-            trainer.create_optimizer()
-            if ours is not None and "optimizer" in ours
-            else torch.optim.AdamW(trainer.model.parameters(), lr=1e-4, fused=True)
-        )
+        optimizer = trainer.create_optimizer()
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         last: list[Tensor] = []
@@ -177,6 +182,8 @@ def visit(job: Job, name: str, batches: list[Batch], steps: int, warm: int = 2) 
         def step(batch: Batch) -> None:
             loss = trainer.compute_loss(trainer.model, {**batch})
             loss.backward()
+            if trainer.args.max_grad_norm:  # `apply_to_trainer` clips in the optimizer's step
+                torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             last[:] = [loss.detach()]

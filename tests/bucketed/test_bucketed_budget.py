@@ -322,7 +322,7 @@ def test_a_failed_capture_leaves_no_memory_behind() -> None:
             torch.testing.assert_close(run(x, place), asks(x, place))
         stats = run.stats()
         assert (stats.hits, stats.captures) == (0, 0)
-        assert sum(stats.fallbacks.values()) == 1, stats
+        assert sum(stats.fallbacks.values()) == 3, stats
         # Random numbers go on, and what is captured afterwards in the same pool or in another is right.
         assert torch.randn(3, device="cuda").isfinite().all()
         again = st.bucketed(lambda x: x.cumsum(1) + torch.rand((), device="cuda") * 0, {"x": {1: SEQ}})

@@ -276,7 +276,7 @@ def test_a_process_that_is_told_to_end_does() -> None:
         port = free.getsockname()[1]
     script = ROOT / "docs" / "examples" / "serve_embeddings.py"
     options = ["--port", str(port), "--longest", "64", "--batch", "1", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(script), *options]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -44,7 +44,8 @@ def model(name: str) -> Any:
 def by_a_plan(name: str, folder: Path) -> nn.Module:
     """Sharded by the plan of transformers, as a model is loaded."""
     rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    # Transformers would put each rank on a GPU of its own, where there are GPUs.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
     mesh = init_device_mesh("cpu", (2,))
     load = transformers.AutoModelForCausalLM.from_pretrained
     found: nn.Module = load(folder / name, tp_plan="auto", device_mesh=mesh, dtype=torch.float64).train()

@@ -230,11 +230,18 @@ def compiling(folder: Path) -> Any:
     return trainer
 
 
+def of_two_gpus(folder: Path) -> Any:
+    trainer = trainer_in(folder)
+    trainer.args._n_gpu = 2
+    return trainer
+
+
 REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "an optimizer made": (with_optimizer, {"optimizer": "adamw"}, ValueError, "the trainer has an optimizer already"),
     "a name": (trainer_in, {"optimizer": "adam8bit"}, ValueError, "optimizer is one of .*got 'adam8bit'"),
     "a number": (trainer_in, {"optimizer": "adamw", "eps": -1.0}, ValueError, "eps"),
     "two compilers": (compiling, {"compile": True}, ValueError, "torch_compile=True does what compile=True does"),
+    "copies of the model": (of_two_gpus, {}, ValueError, "copy its model to 2 GPUs by DataParallel.*torchrun"),
 }
 
 

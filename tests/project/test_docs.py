@@ -14,6 +14,7 @@ from textwrap import dedent
 from urllib.parse import unquote
 
 import pytest
+import torch
 from page_examples import run_examples
 
 import subtensors as st
@@ -33,8 +34,13 @@ def levels() -> Iterator[None]:
 
 
 @pytest.fixture
-def trainers() -> Iterator[None]:
-    """What a trainer of an example says by variables of the process, and by accelerate's state, is for that page."""
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a trainer of an example says by variables of the process, and by accelerate's state, is for that page.
+
+    It sees one GPU at most: for each further one it would make a copy of its model.
+    """
+    gpus = torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: min(1, gpus))
     kept = {**os.environ}
     yield
     os.environ.clear()
