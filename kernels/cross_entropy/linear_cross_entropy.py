@@ -38,10 +38,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import logits_block
+from subtensors.kernels.cross_entropy import exp_passes, logits_block
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses, Parts, parts
 from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowLoss, RowStatistics
+from subtensors.kernels.cross_entropy.exp_passes import ExponentialPasses
 from subtensors.kernels.cross_entropy.logits_block import (
     Block,
     GradFlags,
@@ -168,6 +169,16 @@ class Problem(LinearHead):
         kernels = uses_kernels(self.hidden, self.kernels)
         return LossPasses(self.row_loss, self.hidden.device, kernels, self.has_complete_rows)
 
+    def exponentials(self, rows: int) -> ExponentialPasses | None:
+        """Return the passes by exponentials, for chunks of at most some rows; None where logits are computed."""
+        if not self.has_complete_rows or self.kernels is False:
+            return None
+        if not exp_passes.takes_exponentials(self, self.target, self.options, rows):
+            return None
+        indices = self.row_loss.targets.class_indices
+        assert indices is not None
+        return ExponentialPasses(self, indices, self.options, self.passes.statistics, self.factors, rows)
+
     def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
         """Return the loss, and these gradients in the dtypes of their operands."""
         loss = self.row_loss.loss(self.passes.statistics)
@@ -250,22 +261,37 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
     problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
+    exponentials = problem.exponentials(max((end - begin for begin, end in (*early, *late)), default=0))
     for chunks in filter(None, (early, late)):
         if sums is not None:
             sums.gather()
         buffer = problem.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)
         for begin, end in chunks:
-            block = problem.logits_of_rows(buffer, begin, end)
-            if not problem.has_complete_rows:
-                problem.passes.sums.fold(block)
-                continue
-            problem.passes.fold_and_write_gradient(block, problem.factors)
+            if exponentials is None:
+                gradient = problem.logits_of_rows(buffer, begin, end)
+                if not problem.has_complete_rows:
+                    problem.passes.sums.fold(gradient)
+                    continue
+                problem.passes.fold_and_write_gradient(gradient, problem.factors)
             # Made late: while the host prepares the sums, the GPU computes the first logits.
             sums = sums or _RowSums(problem, rows, exact, number, early[-1][1] if early else 0)
-            sums.add(block.logits, begin, end)
-        del buffer, block  # their memory is reused by dX, or for rounding a sum
+            hidden_grad, hidden = sums.hidden_grad(begin, end), problem.hidden[begin:end]
+            if exponentials is None:
+                sums.add(gradient.logits, hidden, hidden_grad)
+                continue
+            # The operand of dW is in the memory of dX until dX is computed.
+            scaled = torch.empty_like(hidden) if hidden_grad is None else hidden_grad
+            found = exponentials.exponentials(buffer, begin, end, scaled if problem.needs.weight else None)
+            sums.add(found, scaled, hidden_grad)
+        gradient = found = None
+        del buffer  # its memory is reused by dX, or for rounding a sum
     sums = sums or _RowSums(problem, rows, exact, number, 0)
-    return problem.result(*sums.take())
+    if exponentials is not None:
+        exponentials.release()
+    result = sums.take()
+    if exponentials is not None:
+        exponentials.complete(*result[:2])
+    return problem.result(*result)
 
 
 TILE = 128
@@ -320,19 +346,32 @@ class _RowSums:
         elif problem.needs.weight:
             self._weight_sum = _weight_sum(problem, rows, exact)
 
-    def add(self, gradient: Tensor, begin: int, end: int) -> None:
-        """Add the products of the gradient of the logits of rows [begin, end)."""
-        problem = self._problem
-        if problem.needs.hidden and end <= self._edge:
-            self._pieces.append(torch.mm(gradient, problem.weight))
-        elif problem.needs.hidden:
-            torch.mm(gradient, problem.weight, out=self.gather()[begin:end])
+    def hidden_grad(self, begin: int, end: int) -> Tensor | None:
+        """Return memory for the gradient of the hidden states of rows [begin, end); None where it is not needed."""
+        hidden = self._problem.hidden
+        if not self._problem.needs.hidden:
+            return None
+        if end > self._edge:
+            return self.gather()[begin:end]
+        self._pieces.append(hidden.new_empty(end - begin, hidden.shape[1]))
+        return self._pieces[-1]
+
+    def add(self, gradient: Tensor, hidden: Tensor, hidden_grad: Tensor | None) -> None:
+        """Add the products of the gradient of some rows of logits.
+
+        Args:
+            gradient: (rows, V).
+            hidden: (rows, H), the other operand of the weight's.
+            hidden_grad: of these rows.
+        """
         if self._weight_grad is not None:
-            product_into(self._weight_grad, gradient.t(), problem.hidden[begin:end], accumulate=False)
+            product_into(self._weight_grad, gradient.t(), hidden, accumulate=False)
         elif self._weight_sum is not None:
-            self._weight_sum.add_product(gradient.t(), problem.hidden[begin:end])
+            self._weight_sum.add_product(gradient.t(), hidden)
+        if hidden_grad is not None:
+            torch.mm(gradient, self._problem.weight, out=hidden_grad)
         if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=problem.compute_dtype)
+            self._bias += gradient.sum(0, dtype=self._problem.compute_dtype)
 
     def gather(self) -> Tensor:
         """Return the gradient of all hidden states, with the rows that are computed so far."""
