@@ -175,6 +175,8 @@ WAYS: dict[str, Callable[[nn.Module], Made]] = {
     "Liger, cuDNN": lambda model: with_cudnn(model, liger),
     "Liger, compile": liger_compiled,
     "apply": ours,
+    "apply, pointwise": lambda model: ours(model, compile="pointwise"),
+    "apply, pointwise, cuDNN": lambda model: ours(model, compile="pointwise", attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile": lambda model: ours(model, compile=True),
     "apply, compile, cuDNN": lambda model: ours(model, compile=True, attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile, cuDNN, int8": lambda model: ours(
