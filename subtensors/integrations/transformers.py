@@ -220,9 +220,9 @@ def apply_to_trainer(
     for theirs, ours, name in (("torch_compile", compile, "compile"), ("use_liger_kernel", loss, "loss")):
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
-    if getattr(arguments, "n_gpu", 1) > 1:
+    if (gpus := getattr(arguments, "n_gpu", 1)) > 1:
         raise ValueError(
-            f"the trainer would copy its model to {arguments.n_gpu} GPUs by DataParallel, without what is applied here: "
+            f"the trainer would copy its model to {gpus} GPUs by DataParallel, without what is applied here: "
             "run a process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES=0"
         )
     changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
