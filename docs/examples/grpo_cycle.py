@@ -132,10 +132,7 @@ class Job:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.cycles = plan, 0
-        torch.manual_seed(plan.seed)
-        with torch.device(plan.device):
-            model: Any = transformers.AutoModelForCausalLM.from_config(plan.config)  # type: ignore[no-untyped-call]
-        self.model = model.to(plan.dtype).eval()
+        self.model = new_model(plan)
         self.arena = st.Arena(plan.device)
         into_arena(self.model, self.arena)
         self.optimizer = st.optim.AdamW(
@@ -221,7 +218,7 @@ class Job:
         return float(total)
 
     def loss(self, hidden: Tensor, tokens: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-        """Return the loss of GRPO with an entropy bonus, a sum over tokens; the logits are taken in parts.
+        """Return the loss of GRPO with an entropy bonus, a sum over tokens.
 
         Args:
             hidden: (rows, length, width).
@@ -229,13 +226,24 @@ class Job:
             mask: (rows, length), True where they were sampled.
             advantage: (rows, 1).
         """
-        log_probs = self.model.lm_head(st.chunk(hidden, dim=1)).float().log_softmax(-1)
-        sampled = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+        sampled, entropy = self.scores(hidden, tokens)
         ratio = torch.exp(sampled - sampled.detach())  # one update for each sample: the old policy is this one
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - self.plan.clip, 1 + self.plan.clip) * advantage)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
         total: Tensor = ((gain + self.plan.entropy_bonus * entropy) * mask).sum()
         return -total
+
+    def scores(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's log-probability, and the entropy of the choice; the logits are taken in parts."""
+        log_probs = self.model.lm_head(st.chunk(hidden, dim=1)).float().log_softmax(-1)
+        return log_probs.gather(-1, tokens[..., None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def new_model(plan: Plan) -> Any:
+    """Return the model of a plan, the same each time."""
+    torch.manual_seed(plan.seed)
+    with torch.device(plan.device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(plan.config)  # type: ignore[no-untyped-call]
+    return model.to(plan.dtype).eval()
 
 
 def into_arena(model: nn.Module, arena: st.Arena) -> None:

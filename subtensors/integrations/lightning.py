@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from subtensors.integrations.transformers import apply
+from subtensors.integrations.transformers import CompileOption, LossOption, apply
 from subtensors.integrations.undo import keep
 from subtensors.optim.optimizer import Optimizer
 from subtensors.sizes.dims import Dim
@@ -71,8 +71,8 @@ class LightningHooks:
 
 def callback(
     *,
-    loss: str | Mapping[str, object] | None = "chunked",
-    compile: bool | Mapping[str, object] = False,
+    loss: LossOption = "chunked",
+    compile: CompileOption = False,
     buckets: Dim | None = None,
 ) -> LightningHooks:
     """Return a callback of Lightning that applies `st.integrations.transformers.apply` while a trainer runs.

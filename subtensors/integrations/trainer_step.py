@@ -108,8 +108,9 @@ class BucketedStep:
         base = next((cls for cls in kind.__mro__ if cls.__module__ == "transformers.trainer"), object)
         methods = {"training_step": self.plain, "compute_loss": trainer.compute_loss}
         own = [name for name, f in methods.items() if getattr(f, "__func__", None) is not vars(base).get(name)]
+        if own:
+            return f"{kind.__name__} has a {' and a '.join(own)} of its own"
         reasons = {
-            f"{kind.__name__} has a {' and a '.join(own)} of its own": own,
             "the layers are compiled, at lengths of their own": self.is_compiled,
             "the optimizer is none of st.optim": not isinstance(optimizer, Optimizer),
             "a graph would hold the learning rate of a matrix optimizer": isinstance(optimizer, MatrixOptimizer),

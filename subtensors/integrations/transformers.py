@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from subtensors import optim
 from subtensors.arguments import shown
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head, prefer_attention
+from subtensors.integrations.pointwise import compile_pointwise
 from subtensors.integrations.token_scores import TokenScores
 from subtensors.integrations.trainer_step import Accelerator, Arguments, BucketedStep, Trainer
 from subtensors.integrations.undo import keep
@@ -32,7 +33,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 LossOption: TypeAlias = str | Mapping[str, object] | None
-CompileOption: TypeAlias = bool | Mapping[str, object]
+CompileOption: TypeAlias = bool | Literal["pointwise"] | Mapping[str, object]
 
 Made = TypeVar("Made", bound=Optimizer)
 MadeOrNone = TypeVar("MadeOrNone", bound=Optimizer | None)
@@ -117,7 +118,8 @@ def apply(
             arguments of `st.chunk` as a dict, such as `{"memory_limit": "1GiB"}`; None to leave it alone.
         compile: True to compile the layers, one by one, or the arguments of `torch.compile` as a dict. A mask that
             says nothing stays None, and attention causal by a flag, as in eager code. What fuses into kernels of the
-            backward is recomputed there, and not kept.
+            backward is recomputed there, and not kept. "pointwise" to compile norms, MLPs and rotary embeddings alone,
+            where gradients are recorded, and leave all else eager.
         buckets: the dim of the sequence, such as `st.Dim("seq", max=2048, buckets=128)`: the body then runs through
             `st.bucketed` where gradients are off, as in evaluation. With `compile` or `buckets`, a call makes a cache
             only if it says `use_cache=True`, as `generate` does.
@@ -144,9 +146,11 @@ def apply(
         >>> applied.revert()
     """
     chunking = _loss(loss)
-    if not isinstance(compile, bool | Mapping):
-        raise TypeError(f"compile is a bool, or a dict of the arguments of torch.compile; got {shown(compile)}")
-    compiling = compile if isinstance(compile, Mapping) else {} if compile else None
+    if not isinstance(compile, bool | Mapping) and compile != "pointwise":
+        raise TypeError(
+            f'compile is a bool, "pointwise", or a dict of the arguments of torch.compile; got {shown(compile)}'
+        )
+    compiling = compile if isinstance(compile, Mapping) else {} if compile is True else None
     if buckets is not None and not isinstance(buckets, Dim):
         raise TypeError(f"buckets is a st.Dim or None, got {shown(buckets)}")
     if attention is not None and not isinstance(attention, SDPBackend):
@@ -163,6 +167,8 @@ def apply(
             TokenScores.install(model, undo)
         if attention is not None:
             prefer_attention(model, attention, undo)
+        if compile == "pointwise":
+            compile_pointwise(model, undo)
         if compiling is not None or buckets is not None:
             Body.install(model, compiling, buckets, undo)
     except BaseException:  # the model is left as it was
@@ -214,9 +220,9 @@ def apply_to_trainer(
     for theirs, ours, name in (("torch_compile", compile, "compile"), ("use_liger_kernel", loss, "loss")):
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
-    if getattr(arguments, "n_gpu", 1) > 1:
+    if (gpus := getattr(arguments, "n_gpu", 1)) > 1:
         raise ValueError(
-            f"the trainer would copy its model to {arguments.n_gpu} GPUs by DataParallel, without what is applied here: "
+            f"the trainer would copy its model to {gpus} GPUs by DataParallel, without what is applied here: "
             "run a process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES=0"
         )
     changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}

@@ -12,7 +12,7 @@ import gc
 import importlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,12 +175,59 @@ WAYS: dict[str, Callable[[nn.Module], Made]] = {
     "Liger, cuDNN": lambda model: with_cudnn(model, liger),
     "Liger, compile": liger_compiled,
     "apply": ours,
+    "apply, pointwise": lambda model: ours(model, compile="pointwise"),
+    "apply, pointwise, cuDNN": lambda model: ours(model, compile="pointwise", attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile": lambda model: ours(model, compile=True),
     "apply, compile, cuDNN": lambda model: ours(model, compile=True, attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile, cuDNN, int8": lambda model: ours(
         model, compile=True, attention=SDPBackend.CUDNN_ATTENTION, state_dtype="int8"
     ),
 }
+
+
+WARM = 2
+"""Steps before those that are timed."""
+
+
+def timed(
+    loss_of: Callable[[Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any] | Tensor,
+    steps: int,
+    device: str,
+    warm: int = WARM,
+) -> tuple[list[float], list[float], float]:
+    """Train on batches in turn.
+
+    Args:
+        loss_of: a batch's loss.
+        optimizer: of the step.
+        batches: that are repeated.
+        steps: that are timed.
+        device: "cpu" or "cuda".
+        warm: steps before them.
+
+    Returns:
+        milliseconds of each step, the first `warm` ones in front; allocated and reserved MiB; the last loss.
+    """
+    is_cuda, taken = device == "cuda", list[float]()
+    last: list[Tensor] = []
+
+    def step(batch: Any) -> None:
+        loss = loss_of(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        last[:] = [loss.detach()]
+
+    for i in range(warm + steps):
+        if i == warm and is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
+        taken.append(1e3 * seconds(partial(step, batches[i % len(batches)]), device))
+    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if is_cuda else []
+    return taken, [peak / 2**20 for peak in peaks], float(last[0])
 
 
 @dataclass(frozen=True)
@@ -264,42 +311,15 @@ class Job:
             fully_shard(model)
         return made
 
-    def visit(self, name: str, ids: Tensor, steps: int, warm: int = 2) -> tuple[list[float], list[float], float]:
-        """Train a new model in one way.
-
-        Args:
-            name: of the way.
-            ids: (batches, batch, length).
-            steps: that are timed.
-            warm: steps before them.
-
-        Returns:
-            milliseconds of each step, the first `warm` ones in front; allocated and reserved MiB; the last loss.
-        """
-        model, is_cuda = self.make(), self.device == "cuda"
+    def visit(self, name: str, ids: Tensor, steps: int, warm: int = WARM) -> tuple[list[float], list[float], float]:
+        """Train a new model in one way on tokens, (batches, batch, length), as `timed` says."""
+        model = self.make()
         with unpatched(self.model):
             called, optimizer = WAYS[name](model)
             loss_of = LOSSES[self.loss]
             if loss_of is grpo and name.startswith(("compile", "Liger")):
                 loss_of = grpo_compiled
-            taken: list[float] = []
-            last: list[Tensor] = []
-
-            def step(batch: Tensor) -> None:
-                loss = loss_of(called, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                last[:] = [loss.detach()]
-
-            for i in range(warm + steps):
-                if i == warm and is_cuda:
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                synchronize(self.device)
-                taken.append(1e3 * seconds(partial(step, ids[i % len(ids)]), self.device))
-        peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if is_cuda else []
-        return taken, [peak / 2**20 for peak in peaks], float(last[0])
+            return timed(partial(loss_of, called), optimizer, ids, steps, self.device, warm)
 
     def measure(self, names: list[str], rounds: int, steps: int, deadline: float = float("inf")) -> list[StepRow]:
         """Measure ways in rounds of random order, each visit with a new model from the same seed.
@@ -317,15 +337,14 @@ class Job:
         ids = torch.randint(vocabulary, (3, self.batch, self.length), device=self.device)
         first, times = dict[str, float](), {name: list[float]() for name in names}
         peaks, losses = dict[str, list[float]](), dict[str, float]()
-        warm = 2
         for turn in range(rounds):
             if turn and time.monotonic() > deadline:
                 break
             for name in order.sample(names, len(names)):
                 gc.collect()
-                taken, peaks[name], losses[name] = self.visit(name, ids, steps, warm)
+                taken, peaks[name], losses[name] = self.visit(name, ids, steps)
                 first.setdefault(name, taken[0] / 1e3)
-                times[name] += taken[warm:]
+                times[name] += taken[WARM:]
         found = []
         for name, taken in times.items():
             half = 1.96 * stdev(taken) / len(taken) ** 0.5

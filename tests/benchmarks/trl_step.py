@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import mean, stdev
@@ -23,15 +22,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import subtensors as st
 from benchmarks.options import add_shared_options, names
 from benchmarks.rows import Setting, installed, save
 from benchmarks.table import describe, figure, folded
-from benchmarks.training_step import SIZES, TINY, Job
-from demo.timing import seconds, synchronize
+from benchmarks.training_step import SIZES, TINY, WARM, Job, timed
 
 Batch = dict[str, Any]
 
@@ -166,10 +163,9 @@ class TrlRow:
     setting: Setting = field(repr=False)
 
 
-def visit(job: Job, name: str, batches: list[Batch], steps: int, warm: int = 2) -> tuple[list[float], float, float]:
+def visit(job: Job, name: str, batches: list[Batch], steps: int) -> tuple[list[float], float | None, float]:
     """Train a new model in one way; returns milliseconds of each step, the most allocated MiB, and the last loss."""
     theirs, ours = WAYS[name]
-    is_cuda = job.device == "cuda"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = TRAINERS[job.loss](job, folder, **theirs)
@@ -177,27 +173,18 @@ def visit(job: Job, name: str, batches: list[Batch], steps: int, warm: int = 2) 
         optimizer = trainer.create_optimizer()
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
-        last: list[Tensor] = []
 
-        def step(batch: Batch) -> None:
-            loss = trainer.compute_loss(trainer.model, {**batch})
-            loss.backward()
-            if trainer.args.max_grad_norm:  # `apply_to_trainer` clips in the optimizer's step
-                torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            last[:] = [loss.detach()]
+        def clip(*args: object) -> None:
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
 
-        taken = []
-        for i in range(warm + steps):
-            if i == warm and is_cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            synchronize(job.device)
-            taken.append(1e3 * seconds(partial(step, batches[i % len(batches)]), job.device))
+        if trainer.args.max_grad_norm:  # `apply_to_trainer` clips in the optimizer's step
+            optimizer.register_step_pre_hook(clip)
+        taken, peaks, loss = timed(
+            lambda batch: trainer.compute_loss(trainer.model, {**batch}), optimizer, batches, steps, job.device
+        )
         if applied is not None:
             applied.revert()
-    return taken[warm:], torch.cuda.max_memory_allocated() / 2**20 if is_cuda else 0.0, float(last[0])
+    return taken[WARM:], peaks[0] if peaks else None, loss
 
 
 def measure(job: Job, ways: list[str], rounds: int, steps: int) -> list[TrlRow]:
@@ -205,18 +192,18 @@ def measure(job: Job, ways: list[str], rounds: int, steps: int) -> list[TrlRow]:
     torch.manual_seed(0)
     batches = [batch_of(job) for _ in range(3)]
     times: dict[str, list[float]] = {name: [] for name in ways}
-    ends: dict[str, tuple[float, float]] = {}
+    ends: dict[str, tuple[float | None, float]] = {}
     for _ in range(rounds):
         for name in random.sample(ways, len(ways)):
             gc.collect()
-            taken, *rest = visit(job, name, batches, steps)
+            taken, peak, loss = visit(job, name, batches, steps)
             times[name] += taken
-            ends[name] = rest[0], rest[1]
+            ends[name] = peak, loss
     return [
         TrlRow(
             *(job.loss, name, job.batch, job.length),
             *(mean(taken), 1.96 * stdev(taken) / len(taken) ** 0.5),
-            *(ends[name][0] or None, ends[name][1]),
+            *ends[name],
             installed("trl"),
             Setting.now(job.device, job.tiny),
         )

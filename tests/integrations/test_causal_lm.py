@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import allocations
+from chunked_programs import Allocations, allocations
 from reordered_sums import orders
 from tiny_causal_lms import FAMILIES, HIDDEN, VOCABULARY, causal_lm
 from torch import Tensor
@@ -58,19 +62,20 @@ def exact_loss(model: Any, count: Tensor | None, smoothing: float) -> Tensor:
     return total / (count if count is not None else (labels != -100).sum())
 
 
-def measured(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> tuple[Tensor, int]:
-    """The loss and all gradients, in float64, and the size of the largest tensor that was made for them."""
+def values(model: Any, loss_of: Callable[..., Tensor], *args: Any, watch: Allocations | None = None) -> Tensor:
+    """The loss and all gradients, in float64."""
     model.zero_grad()
-    with allocations() as seen:
+    with watch or nullcontext():
         loss = loss_of(model, *args)
         loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat([loss.detach().double().view(1), *(g.double() for g in gradients)]), seen.largest
+    return torch.cat([loss.detach().double().view(1), *(g.double() for g in gradients)])
 
 
-def values(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The loss and all gradients, in float64."""
-    return measured(model, loss_of, *args)[0]
+def measured(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> tuple[Tensor, int]:
+    """The same, and the size of the largest tensor that was made for them; what is watched isn't compiled."""
+    seen = Allocations()
+    return values(model, loss_of, *args, watch=seen), seen.largest
 
 
 def check_errs_as_plain(found: Tensor, plain: Callable[[], Tensor], truth: Tensor) -> None:
@@ -113,11 +118,12 @@ def test_enough_families_are_compared() -> None:
     assert len(FAMILIES) >= 12
 
 
+@pytest.mark.parametrize("compiled", [{"backend": "aot_eager"}, "pointwise"], ids=["layers", "pointwise"])
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {"use_reentrant": False}])
-def test_checkpointed_models_keep_their_gradients(options: dict[str, bool]) -> None:
+def test_checkpointed_models_keep_their_gradients(options: dict[str, bool], compiled: Any) -> None:
     model = causal_lm()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    applied = apply(model, loss=ROWS, compile={"backend": "aot_eager"})
+    applied = apply(model, loss=ROWS, compile=compiled)
     found = values(model, own_loss, COUNT)
     applied.revert()
     truth = values(causal_lm(dtype=torch.float64), exact_loss, COUNT, 0.0)
@@ -241,15 +247,77 @@ def everything(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_revert_leaves_each_module_as_it_was() -> None:
+@pytest.mark.parametrize("compile", [True, "pointwise"])
+def test_revert_leaves_each_module_as_it_was(compile: Any) -> None:
     model = causal_lm()
     before, found = everything(model), values(model, own_loss, COUNT)
-    applied = apply(model, "adamw", compile=True, buckets=st.Dim("seq", max=64, buckets=16), loss=ROWS)
+    applied = apply(model, "adamw", compile=compile, buckets=st.Dim("seq", max=64, buckets=16), loss=ROWS)
     assert everything(model) != before
     applied.revert()
     applied.revert()
     assert everything(model) == before
     assert torch.equal(values(model, own_loss, COUNT), found)
+
+
+def ops_of_a_layer(compile: Any) -> Counter[str]:
+    """Count torch's ops, forward and backward, of a layer more."""
+    counts = []
+    for layers in (1, 2):
+        model = causal_lm("Qwen3", torch.bfloat16, num_hidden_layers=layers)
+        apply(model, loss=None, compile=compile)
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                model.model(input_ids=IDS).last_hidden_state.sum().backward()
+        counts.append(Counter(event.name for event in profile.events()))
+    return counts[1] - counts[0]
+
+
+def test_compiled_parts_leave_products_attention_and_sums_to_torch() -> None:
+    plain, found = ops_of_a_layer(False), ops_of_a_layer("pointwise")
+    elementwise = ["aten::mul", "aten::pow", "aten::mean", "aten::silu", "aten::neg", "aten::_to_copy"]
+    assert all(plain[name] for name in elementwise)
+    assert not any(found[name] for name in elementwise)
+    products, attention = "aten::mm", "aten::scaled_dot_product_attention"
+    assert (found[products], found[attention]) == (plain[products], plain[attention])
+    assert found["CompiledFunction"] == 6  # four norms, the MLP and the rotary embedding
+
+
+@pytest.mark.parametrize("family", sampled(["Llama", "Gemma2", "Qwen3", "GPT2", "Phi3", "Olmo2", "Glm", "Mixtral"]))
+def test_compiled_parts_err_as_plain_ones_and_all_layers_and_lengths_share_a_few_graphs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graphs = causal_lm(family, num_hidden_layers=3), list[torch.fx.GraphModule]()
+    aot = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return aot(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    applied = apply(model, loss=ROWS, compile="pointwise")
+    found = values(model, own_loss, COUNT)
+    for length in (8, 12, 17, 25):
+        model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
+    assert 2 <= len(graphs) <= 8  # two of the MLP, of the rotary embedding, and of norms of a shape
+    with torch.no_grad():
+        model.eval().generate(IDS[:, :3], max_new_tokens=2, do_sample=False)
+    count = len(graphs)
+    applied.revert()
+    wide = {"experts_implementation": "eager"} if family == "Mixtral" else {}
+    truth = values(causal_lm(family, torch.float64, num_hidden_layers=3, **wide), exact_loss, COUNT, 0.0)
+    check_errs_as_plain(found, lambda: values(model, own_loss, COUNT), truth)
+    assert len(graphs) == count
+
+
+def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted() -> None:
+    file = vars(importlib.import_module("transformers.models.llama.modeling_llama"))
+    plain = file["apply_rotary_pos_emb"]
+    first, second = (apply(causal_lm(), compile="pointwise") for _ in range(2))
+    shared = file["apply_rotary_pos_emb"]
+    first.revert()
+    assert file["apply_rotary_pos_emb"] is shared is not plain
+    second.revert()
+    assert file["apply_rotary_pos_emb"] is plain
 
 
 def test_what_fails_halfway_leaves_the_model_as_it_was() -> None:
@@ -323,24 +391,25 @@ def test_a_whole_step_is_that_of_the_model_and_a_torch_optimizer() -> None:
     torch.testing.assert_close(*weights)
 
 
-def test_models_are_copied_and_saved_with_what_was_applied() -> None:
+@pytest.mark.parametrize("compile", [{"backend": "eager"}, "pointwise"], ids=["layers", "pointwise"])
+def test_models_are_copied_and_saved_with_what_was_applied(compile: Any) -> None:
     model = causal_lm()
-    apply(model, loss=ROWS, compile={"backend": "eager"})
+    apply(model, loss=ROWS, compile=compile)
     found = values(model, own_loss, COUNT)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        again, largest = measured(other, own_loss, COUNT)
-        assert torch.equal(again, found)
-        assert largest < LOGITS / 2
+    others = copy.deepcopy(model), torch.load(file, weights_only=False)
+    assert all(torch.equal(values(other, own_loss, COUNT), found) for other in others)
+    assert all(measured(other, own_loss, COUNT)[1] < LOGITS / 2 for other in others)
 
 
-def test_adapters_train_as_they_did() -> None:
+@pytest.mark.parametrize("compile", [False, "pointwise"], ids=["eager", "pointwise"])
+def test_adapters_train_as_they_did(compile: Any) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted(dtype: torch.dtype) -> Any:
-        names = ["q_proj", "lm_head"]
+        names = ["q_proj", "up_proj", "lm_head"]
         model = peft.get_peft_model(
             causal_lm(dtype=dtype), peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.0)
         )
@@ -350,7 +419,7 @@ def test_adapters_train_as_they_did() -> None:
 
     model = adapted(torch.float32)
     truth = values(adapted(torch.float64), exact_loss, COUNT, 0.0)
-    applied = apply(model, "adamw", loss=ROWS)
+    applied = apply(model, "adamw", loss=ROWS, compile=compile)
     with allocations() as seen:
         found = values(model, own_loss, COUNT)
     assert seen.largest < LABELS.numel() * VOCABULARY / 2
@@ -406,7 +475,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         ValueError,
         'takes a model with attn_implementation="sdpa", and this one has "eager"',
     ),
-    "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, or a dict .*got 'max'"),
+    "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, \"pointwise\", or a dict .*got 'max'"),
+    "no parts": (lambda: causal_lm("OPT"), {"compile": "pointwise"}, TypeError, "norms, .* OPTForCausalLM has none"),
     "lr": (causal_lm, {"lr": 0.1}, TypeError, "takes no lr without an optimizer"),
     "an option": (causal_lm, {"optimizer": "adamw", "momentum": 0.1}, TypeError, "momentum"),
 }

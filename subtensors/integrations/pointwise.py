@@ -1,0 +1,89 @@
+"""Norms, MLPs and rotary embeddings of a model's layers, compiled each by itself while all else stays eager.
+
+In eager code each op of these is a kernel that reads and writes whole hidden states; here a part takes a kernel or two,
+forward and backward. Attention, residual sums and the Python of layers are as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType, ModuleType
+from typing import cast
+
+import torch
+from torch import nn
+
+from subtensors.dispatch.torch_internals.compiler import recomputing_what_fuses
+from subtensors.integrations.undo import keep
+
+
+class CompiledPart:
+    """A function that is compiled where gradients are recorded, and called as it is elsewhere, as in `generate`.
+
+    Args:
+        plain: the function.
+    """
+
+    def __init__(self, plain: Callable[..., object]) -> None:
+        self.plain, self.compiled = plain, torch.compile(plain)
+        self.users = 0
+
+    def __reduce__(self) -> tuple[type[CompiledPart], tuple[Callable[..., object]]]:
+        return CompiledPart, (self.plain,)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the function."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        with recomputing_what_fuses():
+            return self.compiled(*args, **kwargs)
+
+
+def compile_pointwise(model: nn.Module, undo: ExitStack) -> None:
+    """Compile a model's norms and MLPs in place, and the rotary embedding that the models of its class share.
+
+    Raises:
+        TypeError: the model has none of them.
+    """
+    parts = [part for part in model.modules() if _is_compiled(part)]
+    for part in parts:
+        keep(part, "forward", undo)
+        part.forward = partial(CompiledPart(cast(MethodType, part.forward).__func__), part)
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}  # FSDP2 derives some
+    rotated = [file for name in {cls.__module__ for cls in classes} if hasattr(file := sys.modules[name], _ROTARY)]
+    for file in rotated:
+        _share(file, undo)
+    if not parts and not rotated:
+        raise TypeError(
+            f'compile="pointwise" takes a model with norms, MLPs or rotary embeddings of transformers, and '
+            f"{type(model).__name__} has none"
+        )
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Return whether a module is a norm or an MLP by transformers' names; torch's own norms are one kernel already."""
+    named = type(part).__name__.endswith(("Norm", "MLP")) and not type(part).__module__.startswith("torch.nn.")
+    return named and isinstance(part.forward, MethodType)  # hooks of accelerate put another in its place
+
+
+def _share(file: ModuleType, undo: ExitStack) -> None:
+    """Compile a file's rotary embedding until the last model that asked for it is reverted."""
+    names = vars(file)
+    if not isinstance(names[_ROTARY], CompiledPart):
+        names[_ROTARY] = CompiledPart(names[_ROTARY])
+    rotary = names[_ROTARY]
+    rotary.users += 1
+
+    def release() -> None:
+        rotary.users -= 1
+        if not rotary.users and names[_ROTARY] is rotary:
+            names[_ROTARY] = rotary.plain
+
+    undo.callback(release)
+
+
+_ROTARY = "apply_rotary_pos_emb"
+"""The name of the function in the files of transformers' models."""
