@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from subtensors.arguments import flag, shown
 from subtensors.counts import counted
@@ -33,6 +34,7 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
+from subtensors.optim.backward_step import PartedOptimizer, hook_updates, refuse_scaler
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
@@ -119,6 +121,7 @@ class Optimizer(torch.optim.Optimizer):
     _updater: Updater
     _arena: Arena | None = None
     _capture: Capture | None = None
+    _parts: dict[Tensor, PartedOptimizer]
     _is_provisional = False
     """True while the state is what `torch.distributed.checkpoint` made to learn what there is."""
 
@@ -285,6 +288,25 @@ class Optimizer(torch.optim.Optimizer):
         self._updater.forget()  # packing needs parameters that nothing else holds
         self._capture = Capture(check, params, packed)
         return self._capture
+
+    def step_in_backward(self) -> list[RemovableHandle]:
+        """Update each parameter as soon as a backward pass has its gradient, and free the gradient there.
+
+        `step()` is left to schedulers, and to parameters that are added later.
+
+        Returns:
+            The hooks; `remove()` each to take plain steps again.
+
+        Raises:
+            RuntimeError: here or in the backward, with `max_norm`, `accumulate`, captured steps, a graph that is being
+                captured, or several processes; in `step()`, with a GradScaler.
+
+        Example:
+            >>> import subtensors as st
+            >>> w = torch.nn.Parameter(torch.ones(2))
+            >>> hooks = st.optim.SGD([w], lr=0.5).step_in_backward()
+        """
+        return [*hook_updates(self), self.register_step_pre_hook(refuse_scaler)]
 
     @property
     def replays(self) -> int | None:

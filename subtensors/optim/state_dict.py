@@ -55,8 +55,8 @@ class SavedOptimizer(CapturableOptimizer, Protocol):
 
 def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> SavedState:
     """The state dict of an optimizer, in plain tensors, in the dtypes and on the devices that torch.optim saves."""
-    if is_provisional := _drop_provisional_state(optimizer):
-        _make_state(optimizer)
+    if is_provisional := drop_provisional_state(optimizer):
+        make_state(optimizer)
     saved = make()
     _add_gradients(saved, optimizer)
     if is_provisional:
@@ -74,7 +74,7 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     return saved
 
 
-def _drop_provisional_state(optimizer: SavedOptimizer) -> bool:
+def drop_provisional_state(optimizer: SavedOptimizer) -> bool:
     """Drop the state of an optimizer if it is provisional, and return whether it was."""
     is_provisional = optimizer._is_provisional
     if is_provisional:
@@ -249,11 +249,11 @@ def _plain(value: object) -> object:
 
 def take_checkpoint_step(optimizer: SavedOptimizer) -> bool:
     """Make provisional state if the current step is one that only asks for state; return whether it is."""
-    _drop_provisional_state(optimizer)
+    drop_provisional_state(optimizer)
     groups = optimizer.param_groups
     if optimizer.state or not all(_is_zero(group.get("lr", 0.0)) for group in groups) or not is_initializing_state():
         return False
-    _make_state(optimizer)
+    make_state(optimizer)
     # A flattened checkpoint is searched for the names that are here.
     for p in [p for group in groups for p in group["params"] if p.requires_grad and accumulates(groups)]:
         optimizer.state[p][GRADIENT] = p.grad
@@ -261,7 +261,7 @@ def take_checkpoint_step(optimizer: SavedOptimizer) -> bool:
     return True
 
 
-def _make_state(optimizer: SavedOptimizer) -> None:
+def make_state(optimizer: SavedOptimizer) -> None:
     """Create the state of all parameters that can have a gradient."""
     for group in optimizer.param_groups:
         StateFactory(optimizer).create_group([p for p in group["params"] if p.requires_grad], group)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from subtensors.optim.algorithms.adam import AdamW
 from subtensors.optim.algorithms.muon import MuonAdamW, with_adamw
 
 
@@ -65,3 +66,22 @@ def test_a_copied_and_a_pickled_optimizer_go_on_as_the_original() -> None:
     for model, own in copies:
         step(model, own)
         torch.testing.assert_close(list(model.parameters()), list(net.parameters()))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_not_muons_is_updated_as_adamw_does(dtype: torch.dtype, weight_decay: float) -> None:
+    torch.manual_seed(0)
+    options = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": weight_decay}
+    starts = [torch.randn(4, 3, dtype=dtype), torch.randn(5, dtype=dtype)]
+    weights = [[nn.Parameter(t.clone()) for t in starts] for _ in range(2)]
+    optimizers = [cls(own, **options) for cls, own in zip((MuonAdamW, AdamW), weights, strict=True)]
+    for _ in range(3):
+        for p, q in zip(*weights, strict=True):
+            p.grad, q.grad = (g := torch.randn_like(p)), g.clone()
+        for opt in optimizers:
+            opt.step()
+    for p, q in zip(*weights, strict=True):
+        assert torch.equal(p, q)
+        for name, entry in optimizers[1].state[q].items():
+            assert torch.equal(optimizers[0].state[p][name], entry)

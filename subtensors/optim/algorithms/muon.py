@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.fused.fuse import fused
-from subtensors.optim.algorithms.adam import adam_denominator
+from subtensors.optim.algorithms.adam import AdamW
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options, ParamGroup
-from subtensors.optim.traced_update import compute_dtype
+from subtensors.optim.traced_update import compute_dtype, single_tensor_step
 
 Coefficients = tuple[float, float, float]
 
@@ -238,7 +238,9 @@ class MuonAdamW(MatrixOptimizer):
             # It reads nothing of `self`.
             Muon.update(self, p, g, momentum_buffer, **numbers, **_OF_MUON)  # type: ignore[no-untyped-call, arg-type]
         else:
-            _adamw(p, g, step, exp_avg, exp_avg_sq, lr, betas[0], betas[1], eps, weight_decay)
+            numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            entries = step, exp_avg, exp_avg_sq, None, None
+            _adamw(p, g, None, entries, None, None, False, {**numbers, "decoupled_weight_decay": True})
 
 
 _OF_MUON = {
@@ -250,29 +252,7 @@ _OF_MUON = {
 }
 """The numbers that a group doesn't hold: torch's defaults, and the scale of AdamW's steps."""
 
-
-@fused
-def _adamw(
-    p: Tensor,
-    g: Tensor,
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    wide = compute_dtype(p.dtype)
-    g = g.to(wide)
-    m = beta1 * exp_avg.to(wide) + (1 - beta1) * g
-    v = beta2 * exp_avg_sq.to(wide) + (1 - beta2) * g * g
-    t = step.add_(1).double()
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    w = p.to(wide) * (1 - lr * weight_decay)
-    p.copy_(w - (lr / (1 - beta1**t)) * (m / adam_denominator(v, beta2, t, eps)))
+_adamw = fused(single_tensor_step(AdamW))
 
 
 def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
