@@ -175,8 +175,8 @@ class ExponentialPasses:
         self._sums: Tensor | None = head.hidden.new_empty(classes // COLUMNS * rows, dtype=torch.float32)
         self._inverses, self._at_targets = head.hidden.new_empty(2, count, dtype=torch.float32).unbind()
 
-    def exponentials(self, memory: Tensor, begin: int, end: int, scaled: Tensor | None) -> Tensor:
-        """Return E of rows [begin, end), 0 at the targets, and write the other operand of their product for dW.
+    def write(self, memory: Tensor, begin: int, end: int, scaled: Tensor | None) -> None:
+        """Write E of rows [begin, end), 0 at the targets, and the other operand of its product for dW.
 
         Args:
             memory: (rows or more, V).
@@ -217,7 +217,6 @@ class ExponentialPasses:
             BLOCK=256,
             num_warps=4,
         )
-        return found
 
     def release(self) -> None:
         """Free what only chunks need."""

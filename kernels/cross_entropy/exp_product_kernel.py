@@ -161,10 +161,10 @@ def exp_product_kernel(
     mbarrier.init(turn, count=1)
     steps = gl.cdiv(columns, 64)
     gl.warp_specialize([
-        (multiply, (exponentials, upper, of_weight, upper_staged, upper_full, upper_free, weight_full, weight_free, turn,
-                    shifts, sums, rows, tiles_m, tiles_n, group, programs, steps, scale, 0, HIDDEN, WEIGHT)),
-        (multiply, (exponentials, lower, of_weight, lower_staged, lower_full, lower_free, weight_full, weight_free, turn,
-                    shifts, sums, rows, tiles_m, tiles_n, group, programs, steps, scale, 1, HIDDEN, WEIGHT)),
+        (multiply, (exponentials, upper, of_weight, upper_staged, upper_full, upper_free, weight_full, weight_free,
+                    turn, shifts, sums, rows, tiles_m, tiles_n, group, programs, steps, scale, 0, HIDDEN, WEIGHT)),
+        (multiply, (exponentials, lower, of_weight, lower_staged, lower_full, lower_free, weight_full, weight_free,
+                    turn, shifts, sums, rows, tiles_m, tiles_n, group, programs, steps, scale, 1, HIDDEN, WEIGHT)),
         (load_upper_and_weight, (hidden, weight, upper, of_weight, upper_full, upper_free, weight_full, weight_free,
                                  tiles_m, tiles_n, group, programs, steps, HIDDEN, WEIGHT)),
         (load_lower, (hidden, lower, lower_full, lower_free, tiles_m, tiles_n, group, programs, steps, HIDDEN)),

@@ -268,22 +268,22 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
         buffer = problem.hidden.new_empty(chunks[0][1] - chunks[0][0], classes)
         for begin, end in chunks:
             if exponentials is None:
-                gradient = problem.logits_of_rows(buffer, begin, end)
-                if not problem.has_complete_rows:
-                    problem.passes.sums.fold(gradient)
-                    continue
-                problem.passes.fold_and_write_gradient(gradient, problem.factors)
+                block = problem.logits_of_rows(buffer, begin, end)
+                if problem.has_complete_rows:
+                    problem.passes.fold_and_write_gradient(block, problem.factors)
+                else:
+                    problem.passes.sums.fold(block)
+                del block
+            if not problem.has_complete_rows:
+                continue
             # Made late: while the host prepares the sums, the GPU computes the first logits.
             sums = sums or _RowSums(problem, rows, exact, number, early[-1][1] if early else 0)
-            hidden_grad, hidden = sums.hidden_grad(begin, end), problem.hidden[begin:end]
-            if exponentials is None:
-                sums.add(gradient.logits, hidden, hidden_grad)
-                continue
-            # The operand of dW is in the memory of dX until dX is computed.
-            scaled = torch.empty_like(hidden) if hidden_grad is None else hidden_grad
-            found = exponentials.exponentials(buffer, begin, end, scaled if problem.needs.weight else None)
-            sums.add(found, scaled, hidden_grad)
-        gradient = found = None
+            hidden, hidden_grad = problem.hidden[begin:end], sums.hidden_grad(begin, end)
+            if exponentials is not None:
+                # The operand of dW is in the memory of dX until dX is computed.
+                hidden = torch.empty_like(hidden) if hidden_grad is None else hidden_grad
+                exponentials.write(buffer, begin, end, hidden if problem.needs.weight else None)
+            sums.add(buffer[: end - begin], hidden, hidden_grad)
         del buffer  # its memory is reused by dX, or for rounding a sum
     sums = sums or _RowSums(problem, rows, exact, number, 0)
     if exponentials is not None:
