@@ -21,6 +21,7 @@ import torch
 
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
+from subtensors.kernels.cross_entropy.exp_passes import chunk_row_bytes, is_worth_exponentials
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 from subtensors.kernels.cross_entropy.logits_block import reference_bytes
 
@@ -105,6 +106,7 @@ class LossShape:
         weight_grad_itemsize: bytes an element of the weight's gradient.
         needs_hidden, needs_weight: which gradients are needed.
         is_shard: whether other processes have more classes, so that no block holds complete rows.
+        exponentials: whether products by rows give exponentials (`exp_passes.py`), so that logits are not read.
     """
 
     rows: int
@@ -115,6 +117,7 @@ class LossShape:
     needs_hidden: bool = True
     needs_weight: bool = True
     is_shard: bool = False
+    exponentials: bool = False
 
     @property
     def gemm_flops(self) -> float:
@@ -200,7 +203,11 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     memory += shape.temporary_bytes(rows, shape.classes, rates)
     if is_widened and element == 4:  # products that are added to a compensated sum
         memory += min(PIECE_BYTES, shape.weight_grad_bytes)
-    moved = 3.0 * shape.logits_bytes + shape.weight_grad_bytes
+    gives_exponentials = shape.exponentials and is_worth_exponentials(rows, shape.width, shape.classes)
+    if gives_exponentials:
+        memory += rows * chunk_row_bytes(shape.classes, shape.itemsize)
+        memory += rows * shape.width * shape.itemsize * (not shape.needs_hidden)
+    moved = (2.0 if gives_exponentials else 3.0) * shape.logits_bytes + shape.weight_grad_bytes
     moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra
     seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + chunks * rates.launch
     schedule = Schedule(rows=None if chunks == 1 else rows, accumulate=accumulate)

@@ -25,6 +25,7 @@ from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limi
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
+from subtensors.kernels.cross_entropy.exp_passes import takes_exponentials
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
@@ -136,7 +137,8 @@ def linear_cross_entropy_loss(
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
-    shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None)
+    exponentials = needs_grad and shard is None and takes_exponentials(hidden, weight, bias, target, options)
+    shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None, exponentials)
     chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
     with without_ambient_modes(needs_grad):
         loss = differentiable_cross_entropy(
@@ -205,7 +207,14 @@ def _rounded_down(free: int) -> int:
     return free // step * step
 
 
-def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True, is_shard: bool = False) -> LossShape:
+def loss_shape(
+    hidden: Tensor,
+    weight: Tensor,
+    grad: bool,
+    exact: bool = True,
+    is_shard: bool = False,
+    exponentials: bool = False,
+) -> LossShape:
     """Return the sizes that the cost of a loss depends on.
 
     Args:
@@ -214,10 +223,13 @@ def loss_shape(hidden: Tensor, weight: Tensor, grad: bool, exact: bool = True, i
         grad: whether gradients are recorded.
         exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
         is_shard: whether other processes have more classes.
+        exponentials: see `takes_exponentials`.
     """
     size = hidden.itemsize
     needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    return _shape(*hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs, is_shard)
+    return _shape(
+        *hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs, is_shard, exponentials
+    )
 
 
 _shape = functools.lru_cache(maxsize=256)(LossShape)

@@ -20,6 +20,7 @@ from subtensors.dispatch.chunked.linear_loss import (
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.sharded_head import own_head
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
+from subtensors.kernels.cross_entropy.exp_passes import head_has_exponentials
 from subtensors.kernels.runtime.graph_lifetime import to_device
 
 
@@ -74,6 +75,8 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
     summed = weight.dtype if logits.layout.axis.policy.exact else hidden.dtype
     sizes = logits.shape[0], hidden.shape[1], weight.shape[0]
-    shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None)
+    plain = found.bias is None and found.transforms.softcap is None and shard is None
+    exponentials = plain and any(needs) and head_has_exponentials(hidden.dtype, *sizes[1:], logits.device)
+    shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None, exponentials)
     chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"

@@ -29,8 +29,9 @@ SAMPLES = 256
 MARGIN = 58.0
 """The powers of two between the largest of these and the shift."""
 
-LEAST_ELEMENTS = 2**37
-"""The multiplications of a product from which on the further launches are worth it."""
+MOST_WIDTH, LEAST_ELEMENTS = 3072, 2**35
+"""The width up to which reading logits takes longer than what a library's product is faster by, and the
+multiplications of a chunk's product from which on the further launches are worth it: those of an H100."""
 
 HIDDEN_BLOCKS, WEIGHT_BLOCKS, TILES = 3, 6, 8
 """The blocks in the kernel's rings, and the rows of tiles that meet in the L2: the fastest on an H100."""
@@ -44,25 +45,46 @@ def chunk_row_bytes(classes: int, itemsize: int) -> int:
     return 4 * -(-classes // COLUMNS) + SAMPLES * itemsize
 
 
-def takes_exponentials(head: LinearHead, target: Tensor, options: CrossEntropy, rows: int) -> bool:
-    """Return whether chunks of some rows go by exponentials, and these are faster."""
-    hidden, weight = head.hidden, head.weight
-    (_, width), classes = hidden.shape, weight.shape[0]
+def is_worth_exponentials(rows: int, width: int, classes: int) -> bool:
+    """Return whether a chunk of some rows is large enough.
+
+    >>> is_worth_exponentials(2048, 768, 50304), is_worth_exponentials(64, 768, 50304)
+    (True, False)
+    """
+    return rows * width * classes >= LEAST_ELEMENTS
+
+
+def head_has_exponentials(dtype: torch.dtype, width: int, classes: int, device: torch.device) -> bool:
+    """Return whether the products of a head without bias, (V, H), give exponentials on a device.
+
+    >>> head_has_exponentials(torch.bfloat16, 768, 50304, torch.device("cpu"))
+    False
+    """
+    fits = width % 8 == 0 and 64 < width <= MOST_WIDTH and classes % COLUMNS == 0 and classes >= SAMPLES
+    return dtype == torch.bfloat16 and device.type == "cuda" and fits and kernel_works(device)
+
+
+def takes_exponentials(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropy
+) -> bool:
+    """Return whether a loss goes by exponentials where its chunks are large enough.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H), of this dtype or one that it is computed from.
+        bias: (V,), or None.
+        target: (N,) class indices, or (N, V) distributions.
+        options: of the loss.
+    """
     return (
         hidden.is_cuda
-        and hidden.dtype == torch.bfloat16
+        and type(hidden) is Tensor
         and target.dim() == 1
-        and head.bias is None
-        and head.shard is None
+        and bias is None
         and options.softcap is None
         and not options.label_smoothing
-        and width % 8 == 0
-        and width > 64
-        and classes % COLUMNS == 0
-        and classes >= SAMPLES
-        and rows * width * classes >= LEAST_ELEMENTS
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (hidden, weight))
-        and kernel_works(hidden.device)
+        and head_has_exponentials(hidden.dtype, hidden.shape[1], weight.shape[0], hidden.device)
     )
 
 

@@ -24,7 +24,7 @@ async_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 
 @gluon.jit
 def place_of(tile, tiles_m, tiles_n, group):
-    """Return the row and the column of a tile: `group` rows of tiles are taken a column at a time, to meet in the L2."""
+    """Return the row and the column of a tile: `group` rows of tiles are taken by columns, to meet in the L2."""
     in_group = group * tiles_n
     first = tile // in_group * group
     height = gl.minimum(tiles_m - first, group)
@@ -60,7 +60,7 @@ def load_lower(
     """Load the lower 128 rows of X."""
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, programs):
-        tile_m, tile_n = place_of(tile, tiles_m, tiles_n, group)
+        tile_m, _ = place_of(tile, tiles_m, tiles_n, group)
         for k in range(steps):
             at = step % LOWER
             mbarrier.wait(lower_free.index(at), ((step // LOWER) & 1) ^ 1)

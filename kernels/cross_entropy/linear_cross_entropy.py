@@ -173,7 +173,9 @@ class Problem(LinearHead):
         """Return the passes by exponentials, for chunks of at most some rows; None where logits are computed."""
         if not self.has_complete_rows or self.kernels is False:
             return None
-        if not exp_passes.takes_exponentials(self, self.target, self.options, rows):
+        if not exp_passes.is_worth_exponentials(rows, *reversed(self.weight.shape)):
+            return None
+        if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):
             return None
         indices = self.row_loss.targets.class_indices
         assert indices is not None

@@ -35,7 +35,7 @@ def exponentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     takes = exp_passes.takes_exponentials
     monkeypatch.setattr(exp_passes, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(
-        exp_passes, "takes_exponentials", lambda head, *rest: not head.hidden.is_cuda or takes(head, *rest)
+        exp_passes, "takes_exponentials", lambda hidden, *rest: not hidden.is_cuda or takes(hidden, *rest)
     )
     monkeypatch.setattr(exp_passes.ExponentialPasses, "write", counted)
     yield taken
