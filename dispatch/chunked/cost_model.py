@@ -203,7 +203,7 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     memory += shape.temporary_bytes(rows, shape.classes, rates)
     if is_widened and element == 4:  # products that are added to a compensated sum
         memory += min(PIECE_BYTES, shape.weight_grad_bytes)
-    gives_exponentials = shape.exponentials and is_worth_exponentials(rows, shape.width, shape.classes)
+    gives_exponentials = shape.exponentials and is_worth_exponentials(rows, shape.classes, shape.width)
     if gives_exponentials:
         memory += rows * chunk_row_bytes(shape.classes, shape.itemsize)
         memory += rows * shape.width * shape.itemsize * (not shape.needs_hidden)

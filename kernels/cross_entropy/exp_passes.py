@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +44,10 @@ def chunk_row_bytes(classes: int, itemsize: int) -> int:
     return 4 * -(-classes // COLUMNS) + SAMPLES * itemsize
 
 
-def is_worth_exponentials(rows: int, width: int, classes: int) -> bool:
+def is_worth_exponentials(rows: int, classes: int, width: int) -> bool:
     """Return whether a chunk of some rows is large enough.
 
-    >>> is_worth_exponentials(2048, 768, 50304), is_worth_exponentials(64, 768, 50304)
+    >>> is_worth_exponentials(2048, 50304, 768), is_worth_exponentials(64, 50304, 768)
     (True, False)
     """
     return rows * width * classes >= LEAST_ELEMENTS
@@ -247,7 +246,7 @@ class ExponentialPasses:
     def complete(self, hidden_grad: Tensor | None, weight_grad: Tensor | None) -> None:
         """Complete the gradients, which hold the products of E, in place."""
         head, targets, (count, width) = self.head, self.class_indices, self.head.hidden.shape
-        options: dict[str, Any] = {"BLOCK": min(1024, 1 << (width - 1).bit_length()), "num_warps": 4}
+        options = {"BLOCK": min(1024, 1 << (width - 1).bit_length()), "num_warps": 4}
         if hidden_grad is not None:
             operands = (hidden_grad, head.weight, targets, self._inverses, self._at_targets)
             _launch("hidden_grad_kernel")(count, operands, width, **options)

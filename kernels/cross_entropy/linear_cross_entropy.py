@@ -173,9 +173,9 @@ class Problem(LinearHead):
         """Return the passes by exponentials, for chunks of at most some rows; None where logits are computed."""
         if not self.has_complete_rows or self.kernels is False:
             return None
-        if not exp_passes.is_worth_exponentials(rows, *reversed(self.weight.shape)):
-            return None
         if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):
+            return None
+        if not exp_passes.is_worth_exponentials(rows, *self.weight.shape):
             return None
         indices = self.row_loss.targets.class_indices
         assert indices is not None
@@ -263,7 +263,7 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
     problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
-    exponentials = problem.exponentials(max((end - begin for begin, end in (*early, *late)), default=0))
+    exponentials = problem.exponentials((early or late or [(0, 0)])[0][1])
     for chunks in filter(None, (early, late)):
         if sums is not None:
             sums.gather()

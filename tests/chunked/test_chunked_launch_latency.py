@@ -67,7 +67,7 @@ def test_little_python_runs_before_the_first_product(
     # Memory for the logits, the first rows, and the weight as the product reads it.
     assert sorted(ops.names) == ["new_empty", "slice", "t"]
     caught = python_calls(until_reached(reached))
-    assert python_calls(until_reached(step)) - caught <= 145
+    assert python_calls(until_reached(step)) - caught <= 150
 
 
 def test_the_autograd_node_is_made_after_all_chunks_were_launched(
