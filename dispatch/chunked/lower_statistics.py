@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,15 +28,15 @@ from subtensors.dispatch.chunked.lazy_graph import (
     replicated,
 )
 from subtensors.dispatch.chunked.linear_loss import chunk_plan, requested_rows, statistics_plan
+from subtensors.dispatch.chunked.logit_maps import View, viewed
 from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
-    View,
     match_linear_logits,
-    viewed,
 )
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_statistics import StatisticsOp
 from subtensors.dispatch.chunked.sharded_head import is_sharded, own_head
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
@@ -56,16 +57,15 @@ class LinearStatisticsOp:
         self.op, self.plan, self.sizes, self.shard = op, plan, sizes, shard
         self.__name__ = "linear_row_statistics"
 
-    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: Tensor) -> list[Tensor]:
+    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: PyTree) -> list[Tensor]:
         """Compute the results."""
         self.op.is_final = True
-        schedule, options = self.plan.schedule, self.op.options
+        schedule, (scale, class_map) = self.plan.schedule, self.op.maps_of(operands, hidden)
         assert schedule.columns is not None
         classes, vector = self.op.rows_of(operands, hidden)
-        columns, kept, shard = schedule.columns, schedule.kept, self.shard
-        found = linear_row_statistics(
-            hidden, weight, bias, classes, vector, options=options, columns=columns, kept=kept, shard=shard
-        )
+        columns, kept, options, shard = schedule.columns, schedule.kept, self.op.options, self.shard
+        call = partial(linear_row_statistics, hidden, weight, bias, classes, vector, scale=scale, class_map=class_map)
+        found = call(options=options, columns=columns, kept=kept, shard=shard)
         return self.op.results(found, self.sizes)
 
 
@@ -120,7 +120,7 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     plan = statistics_plan(*given) if shard is None else chunk_plan(*given) if rows else None
     if plan is None:
         return
-    operands = [replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]
+    operands = [x and replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]
     whole = LinearStatisticsOp(op, plan, logits.shape[:-1], shard)
     # A result that was freed is computed, too: the op on chunks does so.
     metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]

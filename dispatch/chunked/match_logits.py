@@ -11,44 +11,47 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, recording
+from subtensors.dispatch.chunked.logit_maps import LogitMap, View, can_follow, match_map, viewed
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
 aten = torch.ops.aten
 
 
-View: TypeAlias = list[int] | tuple[int, int | None, int | None, int]
-"""A view of rows: the sizes of a reshape without the classes, or the arguments of a slice."""
-
-
 @dataclass(frozen=True)
 class TransformedLogits:
-    """Logits as softcap * tanh(base / softcap) / temperature of some rows of a base.
+    """Logits as softcap * tanh(base / softcap) / temperature of some rows of a base, perhaps with maps after it.
 
     Args:
         base: the logits before softcap and temperature.
         softcap, temperature: see `CrossEntropy`.
         views: the views that selected the rows of the base.
+        maps: by row and by class, the last one first.
     """
 
     base: LazyValue
     softcap: float | None = None
     temperature: float = 1.0
     views: tuple[View, ...] = ()
+    maps: tuple[LogitMap, ...] = ()
 
     def rows(self) -> LazyValue:
-        """Record the rows of the base, without softcap and temperature.
+        """Record the rows of the base, without softcap, temperature and maps.
 
         Raises:
             NeedsMaterialize: the base can't be viewed so.
         """
         return viewed(self.base, self.views)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything but the base."""
+        return self.softcap, self.temperature, self.views, self.maps
 
     def applied_to(self, options: CrossEntropy) -> CrossEntropy:
         """Return the options of a cross entropy of the base."""
@@ -64,31 +67,30 @@ class TransformedLogits:
         return out if self.temperature == 1 else record(aten.div.Tensor, out, self.temperature)
 
 
-def viewed(value: LazyValue, views: tuple[View, ...]) -> LazyValue:
-    """Record views of the rows of a value, of logits or of the hidden states that they are computed from."""
-    for view in views:
-        if isinstance(view, tuple):
-            value = record(aten.slice.Tensor, value, *view)
-        else:
-            value = record(aten.reshape.default, value, [*view, value.shape[-1]])
-    return value
-
-
-def match_transforms(logits: LazyValue, through_padding: bool = False) -> TransformedLogits:
+def match_transforms(logits: LazyValue, through_padding: bool = False, maps: bool = False) -> TransformedLogits:
     """Match logits backwards through casts to a wider dtype, copies, views of rows, a temperature and a softcap.
 
     Args:
         logits: the logits.
         through_padding: whether rows of padding may be unfilled, and their gradient unmasked: it is known to be zero.
+        maps: whether to match maps by row and by class, too.
     """
     temperature, softcap = 1.0, None
     views: list[View] = []
+    found: list[LogitMap] = []
     value: LazyValue = logits
     for _ in range(16):
         node, layout = value.node, value.layout
         if node is None or value.tensor is not None or layout is None or not node.args:
             break
+        if logits.needs_grad and not value.needs_grad:
+            break  # a scale has a gradient; what it scales may have lost that of the logits
         op, args = node.op, node.args
+        mapped = match_map(value, temperature, tuple(reversed(views))) if maps and softcap is None else None
+        if mapped is not None and can_follow(found, mapped[1]):
+            value = mapped[0]
+            found.append(mapped[1])
+            continue
         if op in SCALINGS and isinstance(args[1], (int, float)):
             factor = float(args[1]) if SCALINGS[op] == "div" else 1 / float(args[1]) if args[1] else 0.0
             uncapped = _softcap_operand(args[0], factor)
@@ -113,7 +115,7 @@ def match_transforms(logits: LazyValue, through_padding: bool = False) -> Transf
         elif not (op is aten._to_copy.default and widens(args[0], value)) and op not in _COPIES:
             break
         value = args[0]
-    return TransformedLogits(value, softcap, temperature, tuple(reversed(views)))
+    return TransformedLogits(value, softcap, temperature, tuple(reversed(views)), tuple(found))
 
 
 def _chooses_rows(mask: LazyValue | RowSlice, of: LazyValue) -> bool:
@@ -194,9 +196,9 @@ class LinearLogits:
         return hidden
 
 
-def match_linear_logits(logits: LazyValue, through_padding: bool = False) -> LinearLogits | None:
+def match_linear_logits(logits: LazyValue, through_padding: bool = False, maps: bool = False) -> LinearLogits | None:
     """Match logits that a linear layer of an input computes; return None for others. Arguments: `match_transforms`."""
-    transforms = match_transforms(logits, through_padding)
+    transforms = match_transforms(logits, through_padding, maps)
     node = transforms.base.node
     if node is None or node.name not in ("mm.default", "addmm.default"):
         return None

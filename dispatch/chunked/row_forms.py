@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
+from subtensors.dispatch.chunked.logit_maps import ClassOffset
 from subtensors.dispatch.chunked.match_logits import (
     SCALINGS,
     carries_gradient,
@@ -41,6 +42,7 @@ class RowForm:
         is_softmax: whether p is a factor.
         log_p, log_sum_exp, constant: a, b and c.
         vector: (V,), v; None without it.
+        is_clamped: whether l is clamped to finite numbers, so that p l is 0 where p is.
     """
 
     logits: LazyValue
@@ -49,6 +51,7 @@ class RowForm:
     log_sum_exp: float = 0.0
     constant: float = 0.0
     vector: LazyValue | None = None
+    is_clamped: bool = False
 
     @property
     def is_log_softmax(self) -> bool:
@@ -62,8 +65,8 @@ class RowForm:
 
     def scaled(self, factor: float) -> RowForm:
         """Return a multiple of it."""
-        factors = (factor * self.log_p, factor * self.log_sum_exp, factor * self.constant)
-        return RowForm(self.logits, self.is_softmax, *factors, self.vector)
+        log_p, log_sum_exp, constant = factor * self.log_p, factor * self.log_sum_exp, factor * self.constant
+        return replace(self, log_p=log_p, log_sum_exp=log_sum_exp, constant=constant)
 
     def plus(self, other: RowForm, factor: float) -> RowForm | None:
         """Return its sum with a multiple of another form."""
@@ -71,12 +74,15 @@ class RowForm:
             return None
         if self.is_softmax != other.is_softmax or (self.vector is None) != (other.vector is None):
             return None
-        terms = (
-            self.log_p + factor * other.log_p,
-            self.log_sum_exp + factor * other.log_sum_exp,
-            self.constant + factor * other.constant,
+        if self.is_clamped != other.is_clamped and self.log_p and other.log_p:
+            return None
+        return replace(
+            self,
+            log_p=self.log_p + factor * other.log_p,
+            log_sum_exp=self.log_sum_exp + factor * other.log_sum_exp,
+            constant=self.constant + factor * other.constant,
+            is_clamped=self.is_clamped or other.is_clamped,
         )
-        return RowForm(self.logits, self.is_softmax, *terms, self.vector)
 
 
 _log_sum_exps: weakref.WeakKeyDictionary[LazyValue, LazyValue] = weakref.WeakKeyDictionary()
@@ -123,13 +129,16 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         return inner.scaled(-1.0)
     if op is aten.special_entr.default:
         is_softmax = inner.is_softmax and inner.is_constant and inner.constant == 1
-        return RowForm(inner.logits, True, log_p=-1.0) if is_softmax else None
+        # The gradient of a class that is masked is 0 * inf.
+        maps = match_transforms(inner.logits, maps=True).maps
+        is_finite = is_softmax and not any(isinstance(m, ClassOffset) for m in maps)
+        return RowForm(inner.logits, True, log_p=-1.0, is_clamped=True) if is_finite else None
     if op in _COPIES and first.shape == value.shape:
         return inner
     if op is aten._to_copy.default:
         return inner if widens(first, value) else None
     if op in (aten.clamp.default, aten.clamp_min.default) and _keeps_all(value, *args[1:]):
-        return inner
+        return replace(inner, is_clamped=True)
     return None
 
 
@@ -161,7 +170,7 @@ def _same_logits(a: LazyValue, b: LazyValue) -> bool:
     if a is b:
         return True
     same_gradient = carries_gradient(a, [b]) and carries_gradient(b, [a])
-    return same_gradient and a.shape == b.shape and match_transforms(a) == match_transforms(b)
+    return same_gradient and a.shape == b.shape and match_transforms(a, maps=True) == match_transforms(b, maps=True)
 
 
 def _sum_form(first: LazyValue, second: object, factor: float, depth: int) -> RowForm | None:
@@ -203,7 +212,7 @@ def class_sum(value: LazyValue, dtype: torch.dtype) -> LazyValue | None:
     if form.vector is not None:
         terms = [(form.constant, record_statistic(form.logits, "expectation", form.vector))]
     else:
-        kinds: tuple[Kind, Kind] = ("negative_entropy", "log_sum_exp")
+        kinds: tuple[Kind, Kind] = ("finite_entropy" if form.is_clamped else "negative_entropy", "log_sum_exp")
         factors = zip((form.log_p, form.log_sum_exp), kinds, strict=True)
         terms = [(factor, record_statistic(form.logits, kind)) for factor, kind in factors if factor]
     if not terms or any(term is None for _, term in terms):
@@ -246,10 +255,10 @@ def gathered(scores: LazyValue, index: LazyValue) -> LazyValue | None:
     """
     form = row_form(scores)
     if form is None:
-        if match_linear_logits(scores) is None:
+        if match_linear_logits(scores, maps=True) is None:
             return None
         value = record_statistic(scores, "logit", index)
-    elif form.is_log_softmax or (form.is_softmax and form.is_constant and form.constant == 1):
+    elif (form.is_log_softmax and not form.is_clamped) or (form.is_softmax and form.is_constant and form.constant == 1):
         value = record_statistic(form.logits, "log_probability", index)
     else:
         return None

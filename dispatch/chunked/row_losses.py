@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
-from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits
+from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits, match_transforms
 from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.row_statistics import (
     has_rows,
@@ -84,7 +84,9 @@ def record_cross_entropy(
     wide = arithmetic_dtype(logits.dtype)
     is_statistic = has_class_targets and weight is None and not options.label_smoothing
     # Where statistics of the same logits are recorded, the losses are one more: there is one gradient of the logits.
-    if is_statistic and (_is_sharded_layer(logits) or has_statistics(logits)):
+    # Those of logits with temperatures or masks of their own are statistics, too.
+    is_mapped = is_statistic and match_transforms(logits, maps=True).maps
+    if is_mapped or (is_statistic and (_is_sharded_layer(logits) or has_statistics(logits))):
         with recording(grad and logits.needs_grad):
             found = _losses_by_statistics(logits, target, options.ignore_index)
             if found is not None:
@@ -119,7 +121,7 @@ def _reduced(
 
 
 def _is_sharded_layer(logits: LazyValue) -> bool:
-    found = match_linear_logits(logits)
+    found = match_linear_logits(logits, maps=True)
     return found is not None and is_sharded(found.head_weight)
 
 

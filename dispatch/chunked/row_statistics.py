@@ -24,13 +24,16 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     replicated,
 )
+from subtensors.dispatch.chunked.logit_maps import record_maps, scales_offsets
 from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
 from subtensors.dispatch.chunked.record import sliced
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.cross_entropy.row_statistics import row_statistics
-from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, StatisticsOptions
+from subtensors.kernels.cross_entropy.row_sums import ClassMap, LogitStatistics, StatisticsOptions
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
-Kind = Literal["log_sum_exp", "logit", "log_probability", "negative_entropy", "expectation", "argmax"]
+Kind = Literal["log_sum_exp", "logit", "log_probability", "negative_entropy", "finite_entropy", "expectation", "argmax"]
+_ENTROPIES: frozenset[Kind] = frozenset({"negative_entropy", "finite_entropy"})
 
 
 @dataclass(frozen=True)
@@ -53,28 +56,38 @@ class StatisticsOp:
 
     Args:
         softcap, temperature: see `CrossEntropy`.
+        scales_offsets: whether the rows are scaled after the offsets of classes: the first three operands are those of
+            `record_maps`.
     """
 
-    def __init__(self, softcap: float | None, temperature: float) -> None:
-        self.softcap, self.temperature = softcap, temperature
+    def __init__(self, softcap: float | None, temperature: float, scales_offsets: bool) -> None:
+        self.softcap, self.temperature, self.scales_offsets = softcap, temperature, scales_offsets
         self.statistics: list[Statistic] = []
         self.is_final = False
         """True once the op has run: what its backward runs again must be the same."""
         self.__name__ = "row_statistics"
 
-    def __call__(self, logits: Tensor, *operands: Tensor) -> list[Tensor]:
+    def __call__(self, logits: Tensor, *operands: PyTree) -> list[Tensor]:
         """Compute the results of a chunk."""
         self.is_final = True
         rows = logits.flatten(0, -2)
-        return self.results(row_statistics(rows, *self.rows_of(operands, rows), self.options), logits.shape[:-1])
+        found = row_statistics(rows, *self.rows_of(operands, rows), self.options, *self.maps_of(operands, rows))
+        return self.results(found, logits.shape[:-1])
 
     @property
     def options(self) -> StatisticsOptions:
         """The options of the kernels."""
         kinds = {statistic.kind for statistic in self.statistics}
-        return StatisticsOptions(self.softcap, self.temperature, "negative_entropy" in kinds, "argmax" in kinds)
+        flags = bool(_ENTROPIES & kinds), "argmax" in kinds, False, "negative_entropy" in kinds
+        return StatisticsOptions(self.softcap, self.temperature, *flags)
 
-    def rows_of(self, operands: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def maps_of(self, operands: tuple[PyTree, ...], rows: Tensor) -> tuple[Tensor | None, ClassMap | None]:
+        """Return the scale, (N,), and the map by class, or None, for N rows."""
+        scale, offsets, masked = operands[:3]
+        scale = None if scale is None else scale.flatten().to(rows.device).expand(rows.shape[0])
+        return scale, None if offsets is None else ClassMap(offsets, masked, self.scales_offsets)
+
+    def rows_of(self, operands: tuple[PyTree, ...], rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the given classes, (T, N), and the vector or None, for N rows."""
         classes = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.count]
         vectors = [operands[s.operand] for s in self.statistics if s.kind == "expectation"]
@@ -91,7 +104,7 @@ class StatisticsOp:
                 out.append(of_rows[begin : begin + statistic.count].t().reshape(*sizes, statistic.count))
                 begin += statistic.count
                 continue
-            single = getattr(found, statistic.kind)
+            single = getattr(found, "negative_entropy" if statistic.kind in _ENTROPIES else statistic.kind)
             assert isinstance(single, Tensor)
             out.append(single.view(sizes))
         return out
@@ -135,19 +148,21 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
         return None
     if operand is not None and operand.device != logits.device:
         return None
-    transforms, rows = untransformed_rows(logits)
+    transforms, rows = untransformed_rows(logits, maps=True)
     dtype = torch.int64 if kind == "argmax" else arithmetic_dtype(rows.dtype)
     count = operand.shape[-1] if is_class and operand is not None else 0
     meta = torch.empty((*logits.shape[:-1], count) if is_class else logits.shape[:-1], dtype=dtype, device="meta")
     # The largest class has no gradient: it joins the others where it is asked for without recording them.
     grad = (is_differentiated() or kind == "argmax") and logits.needs_grad
-    key = transforms.views, transforms.softcap, transforms.temperature, grad
+    key = transforms.key, grad
     operands = () if operand is None else (sliced(operand, layout) if is_class else replicated(operand),)
-    node = _open_node(transforms.base, key, operand, has_vector=kind == "expectation")
+    node = _open_node(transforms.base, key, operand, kind)
     if node is None:
-        op = StatisticsOp(transforms.softcap, transforms.temperature)
-        op.statistics.append(Statistic(kind, count, len(operands) - 1))
-        value = emit(op, (rows, *operands), {}, [meta], [layout], layout.axis, grad)[0]
+        with recording(logits.needs_grad):
+            maps = record_maps(transforms.maps, logits, arithmetic_dtype(rows.dtype))
+        op = StatisticsOp(transforms.softcap, transforms.temperature, scales_offsets(transforms.maps))
+        op.statistics.append(Statistic(kind, count, len(maps) if operands else -1))
+        value = emit(op, (rows, *maps, *operands), {}, [meta], [layout], layout.axis, grad)[0]
         assert isinstance(value, LazyValue)
         assert value.node is not None
         _recorded.setdefault(transforms.base, []).append((key, weakref.ref(value.node)))
@@ -160,13 +175,16 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
     return value
 
 
-def _open_node(base: LazyValue, key: object, operand: LazyValue | None, has_vector: bool) -> LazyNode | None:
-    """Return the op on these logits that a result of an operand can be added to; None where there is none."""
+def _open_node(
+    base: LazyValue, key: object, operand: LazyValue | None = None, kind: Kind | None = None
+) -> LazyNode | None:
+    """Return the op on these logits that a result of a kind and an operand can be added to; None: there is none."""
     for known, reference in _recorded.get(base, ()):
         node = reference()
         if known != key or node is None or not isinstance(node.op, StatisticsOp) or node.op.is_final:
             continue
-        if has_vector and any(s.kind == "expectation" for s in node.op.statistics):
+        kinds = {s.kind for s in node.op.statistics}
+        if (kind == "expectation" and kind in kinds) or (kind in _ENTROPIES and _ENTROPIES & (kinds - {kind})):
             continue
         if operand is None or not _reads(operand, node):
             return node
@@ -175,9 +193,8 @@ def _open_node(base: LazyValue, key: object, operand: LazyValue | None, has_vect
 
 def has_statistics(logits: LazyValue) -> bool:
     """Return whether a differentiable op on these logits is recorded, that results can be added to."""
-    transforms = match_transforms(logits)
-    key = transforms.views, transforms.softcap, transforms.temperature, True
-    return _open_node(transforms.base, key, None, has_vector=False) is not None
+    transforms = match_transforms(logits, maps=True)
+    return _open_node(transforms.base, (transforms.key, True)) is not None
 
 
 def _reads(value: LazyValue, node: LazyNode) -> bool:
@@ -193,9 +210,11 @@ def _reads(value: LazyValue, node: LazyNode) -> bool:
     return False
 
 
-def untransformed_rows(logits: LazyValue, through_padding: bool = False) -> tuple[TransformedLogits, LazyValue]:
+def untransformed_rows(
+    logits: LazyValue, through_padding: bool = False, maps: bool = False
+) -> tuple[TransformedLogits, LazyValue]:
     """Return the transforms of logits and the rows before them; without a match, no transforms and the logits."""
-    transforms = match_transforms(logits, through_padding)
+    transforms = match_transforms(logits, through_padding, maps)
     try:
         with recording(logits.needs_grad):
             rows = transforms.rows()

@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
 from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead
 from subtensors.kernels.cross_entropy.row_sums import (
+    ClassMap,
     LogitStatistics,
     RowSums,
     StatisticsOptions,
@@ -39,25 +40,31 @@ class _StatisticsContext(FunctionCtx):
 class _RowStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _StatisticsContext, logits: Tensor, targets: Tensor, vector: Tensor | None, options: StatisticsOptions
+        ctx: _StatisticsContext,
+        logits: Tensor,
+        targets: Tensor,
+        vector: Tensor | None,
+        options: StatisticsOptions,
+        scale: Tensor | None,
+        class_map: ClassMap | None,
     ) -> LogitStatistics:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         check_classes(targets, logits.shape[1])
-        ctx.sums = RowSums(options, targets, vector, logits)
+        ctx.sums = RowSums(options, targets, vector, logits, scale=scale, class_map=class_map)
         ctx.sums.fold(Block(logits))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits, *([] if scale is None else [scale]))
         return _result(ctx)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(x is None for x in upstream):
-            return None, None, None, None
-        (logits,) = ctx.saved_tensors
+            return (None,) * 6
+        logits, *_ = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         ctx.sums.write_gradient(Block(logits), ctx.sums.factors(Upstream(*upstream)), gradient)  # type: ignore[arg-type]
-        return gradient, None, None, None
+        return gradient, None, None, None, _scale_grad(ctx, 4), None
 
 
 class _LinearRowStatistics(torch.autograd.Function):
@@ -73,6 +80,8 @@ class _LinearRowStatistics(torch.autograd.Function):
         columns: int,
         kept: int,
         shard: VocabularyShard | None,
+        scale: Tensor | None,
+        class_map: ClassMap | None,
     ) -> LogitStatistics:
         needs = ctx.needs_input_grad
         linear = LinearHead(
@@ -84,20 +93,20 @@ class _LinearRowStatistics(torch.autograd.Function):
             shard,
         )
         check_classes(targets, linear.classes)
-        sums = ctx.sums = RowSums(options, targets, vector, hidden)
+        sums = ctx.sums = RowSums(options, targets, vector, hidden, scale=scale, class_map=class_map)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
         ctx.passes.fold(sums.fold)
         sums.fold_shards(shard)
         ctx.bias_dtype = hidden.dtype if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
+        ctx.save_for_backward(hidden, weight, *[x for x in (bias, scale) if x is not None])
         return _result(ctx)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(x is None for x in upstream):
-            return (None,) * 9
+            return (None,) * 11
         hidden, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
         sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
         gradients = ctx.passes.gradients(lambda block, into: sums.write_gradient(block, factors, into))
@@ -107,7 +116,16 @@ class _LinearRowStatistics(torch.autograd.Function):
             grad_weight,
             None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
             *(None,) * 6,
+            _scale_grad(ctx, 9, ctx.passes.linear.shard),
+            None,
         )
+
+
+def _scale_grad(ctx: _StatisticsContext, position: int, shard: VocabularyShard | None = None) -> Tensor | None:
+    if not ctx.needs_input_grad[position]:
+        return None
+    gradient = ctx.sums.scale_grad.clone()
+    return gradient if shard is None else shard.reduced(gradient, "SUM")
 
 
 def _result(ctx: _StatisticsContext) -> LogitStatistics:
@@ -118,15 +136,22 @@ def _result(ctx: _StatisticsContext) -> LogitStatistics:
 
 
 def row_statistics(
-    logits: Tensor, targets: Tensor, vector: Tensor | None = None, options: StatisticsOptions | None = None
+    logits: Tensor,
+    targets: Tensor,
+    vector: Tensor | None = None,
+    options: StatisticsOptions | None = None,
+    scale: Tensor | None = None,
+    class_map: ClassMap | None = None,
 ) -> LogitStatistics:
-    """Return statistics of rows of logits, differentiable once in the logits.
+    """Return statistics of rows of logits, differentiable once in the logits and the scale.
 
     Args:
         logits: (N, V), floating point.
         targets: (T, N) int64, T classes of each row; T may be 0.
         vector: (V,), floating point, whose expectation is computed; no gradient flows to it.
         options: the transform of the logits, and what else to compute; None: neither.
+        scale: (N,), see `RowSums`. It has a gradient unless the class map is scaled.
+        class_map: of the logits; no gradient flows to it.
 
     Raises:
         IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
@@ -138,7 +163,9 @@ def row_statistics(
         (tensor([1.3863, 1.3863]), tensor([-1.3863, -1.3863]))
     """
     return LogitStatistics(
-        *_RowStatistics.apply(logits, targets, vector, options or StatisticsOptions())  # type: ignore[no-untyped-call]
+        *_RowStatistics.apply(  # type: ignore[no-untyped-call]
+            logits, targets, vector, options or StatisticsOptions(), scale, class_map
+        )
     )
 
 
@@ -153,8 +180,10 @@ def linear_row_statistics(
     columns: int,
     kept: int = 0,
     shard: VocabularyShard | None = None,
+    scale: Tensor | None = None,
+    class_map: ClassMap | None = None,
 ) -> LogitStatistics:
-    """Return statistics of the logits `hidden @ weight.T + bias`, differentiable once in these.
+    """Return statistics of the logits `hidden @ weight.T + bias`, differentiable once in these and the scale.
 
     Args:
         hidden: (N, H), floating point.
@@ -166,6 +195,7 @@ def linear_row_statistics(
         columns: of the logits in memory at once.
         kept: further columns of the logits that are kept from the forward to the backward, rather than computed again.
         shard: the classes of weight and bias, where other processes have more; None: all.
+        scale, class_map: see `row_statistics`; of all classes.
 
     Raises:
         IndexError: a target that is no class, on a CPU; on a GPU torch's device assertion.
@@ -183,6 +213,6 @@ def linear_row_statistics(
     options = options or StatisticsOptions()
     return LogitStatistics(
         *_LinearRowStatistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, vector, options, columns, kept, shard
+            hidden, weight, bias, targets, vector, options, columns, kept, shard, scale, class_map
         )
     )

@@ -2,7 +2,10 @@
 
 For one row of logits y_k, k < V, transformed as in `softmax_gradient_kernel`:
 
-    z_k = c tanh(y_k / c) / T  (y_k / T without a softcap),   m = max_k z_k,   s = sum_k exp(z_k - m)
+    u_k = c tanh(y_k / c) / T  (y_k / T without a softcap)
+    z_k = r (u_k, or 0 where the class is masked) + o_k    for a scale r of the row and offsets o_k of the classes,
+                                                           which are scaled, too, where SCALES_OFFSETS
+    m = max_k z_k,   s = sum_k exp(z_k - m)
     L = m + log s,   l_k = (z_k - m) - log s,   p_k = exp(l_k)
 
     numbers of the row:    L;    l_t for given classes t;    P = sum_k p_k l_k, the negative entropy;
@@ -12,7 +15,9 @@ For one row of logits y_k, k < V, transformed as in `softmax_gradient_kernel`:
 
 With upstream gradients g_L, g_t, g_P and g_E, and g_Q and g_S, the gradient of the logits is
 
-    d / d y_k = (p_k (a + b l_k + e v_k) + sum_t g_t [k = t] + g_Q w_k q_k + g_S w_k) dz_k / dy_k
+    d / d z_k = p_k (a + b l_k + e v_k) + sum_t g_t [k = t] + g_Q w_k q_k + g_S w_k
+    d / d y_k = (d / d z_k, or 0 where the class is masked) r du_k / dy_k
+    d / d r = sum_k (d / d z_k, or 0 where the class is masked) u_k
     a = g_L - sum_t g_t - g_P P - g_E E,    b = g_P,    e = g_E
 
 `row_statistics_kernel` folds a block of columns into m, s (the online softmax of Milakov and Gimelshein,
@@ -28,12 +33,29 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 
 @triton.jit
+def mapped_logit(
+    u, scale, offsets, masked, k, inside,
+    HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SCALES_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Return z of classes k."""
+    if HAS_SCALE and not SCALES_OFFSETS:
+        u = u * scale
+    if HAS_OFFSETS:
+        is_masked = tl.load(masked + k, mask=inside, other=0) != 0
+        u = tl.where(is_masked, 0.0, u) + tl.load(offsets + k, mask=inside, other=0.0)
+    if HAS_SCALE and SCALES_OFFSETS:
+        u = u * scale
+    return u
+
+
+@triton.jit
 def row_statistics_kernel(
-    logits, row_stride, targets, vector, soft, soft_stride, class_weight, row_maxes, sum_exps, sum_exp_logits,
-    sum_exp_vectors, argmaxes, target_logits, logit_sums, rows, all_rows, begin, columns, softcap, inv_temperature,
-    TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr,
-    SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, targets, vector, soft, soft_stride, class_weight, scales, offsets, masked, row_maxes, sum_exps,
+    sum_exp_logits, sum_exp_vectors, argmaxes, target_logits, logit_sums, rows, all_rows, begin, columns, softcap,
+    inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, EXACT_ENTROPY: tl.constexpr,
+    HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    SCALES_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold columns [begin, begin + columns) into the sums of each row, a program for ROWS rows.
 
@@ -53,12 +75,19 @@ def row_statistics_kernel(
         target_logit = tl.load(target_logits + row, mask=valid, other=0.0)
     if HAS_SMOOTHING:
         logit_sum = tl.load(logit_sums + row, mask=valid, other=0.0)
+    scale_of_row = 1.0
+    if HAS_SCALE:
+        scale_of_row = tl.load(scales + row, mask=valid, other=0.0)[:, None]
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
         inside = valid[:, None] & (k < columns)[None, :]
         place = row[:, None] * row_stride + k[None, :]
         y = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
-        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        u, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        z = mapped_logit(
+            u, scale_of_row, offsets, masked, (begin + k)[None, :], (k < columns)[None, :],
+            HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS,
+        )  # fmt: skip
         z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
         block_max = tl.max(z, 1)
         if HAS_ARGMAX:
@@ -72,7 +101,8 @@ def row_statistics_kernel(
         if HAS_ENTROPY:
             # Of the earlier columns each z - m moved by the change of m; where there were none the sums are 0.
             moved = tl.where(sum_exp > 0, (row_max - shift) * sum_exp, 0.0)
-            sum_exp_logit = scale * (sum_exp_logit + moved) + tl.sum(tl.where(e > 0, e * shifted, 0.0), 1)
+            counted = inside if EXACT_ENTROPY else e > 0
+            sum_exp_logit = scale * (sum_exp_logit + moved) + tl.sum(tl.where(counted, e * shifted, 0.0), 1)
         if HAS_VECTOR:
             v = tl.load(vector + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
             sum_exp_vector = scale * sum_exp_vector + tl.sum(tl.where(inside, e * v, 0.0), 1)
@@ -92,7 +122,12 @@ def row_statistics_kernel(
         target = tl.load(targets + t * all_rows + row, mask=valid, other=-1)
         here = (target >= begin) & (target < begin + columns)
         y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
-        z, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        u, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        if HAS_SCALE:
+            scale_of_row = tl.load(scales + row, mask=valid, other=0.0)
+        z = mapped_logit(
+            u, scale_of_row, offsets, masked, target, here, HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS
+        )  # fmt: skip
         tl.store(target_logits + t * all_rows + row, z, mask=here)
     tl.store(row_maxes + row, row_max, mask=valid)
     tl.store(sum_exps + row, sum_exp, mask=valid)
@@ -110,22 +145,27 @@ def row_statistics_kernel(
 
 @triton.jit
 def row_gradient_kernel(
-    logits, row_stride, gradients, gradient_stride, targets, vector, soft, soft_stride, class_weight, row_maxes,
-    log_sums, of_softmax, of_entropy, of_vector, of_targets, of_smoothing, all_rows, begin, columns, softcap,
-    inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr,
-    SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, gradients, gradient_stride, scale_gradients, targets, vector, soft, soft_stride, class_weight,
+    scales, offsets, masked, row_maxes, log_sums, of_softmax, of_entropy, of_vector, of_targets, of_smoothing, all_rows,
+    begin, columns, softcap, inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    EXACT_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    SCALES_OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of columns [begin, begin + columns), a program a row and BLOCK columns.
 
     `of_softmax`, `of_entropy`, `of_vector` and `of_smoothing` are a, b, e and g_S of each row; `of_targets` is g_t,
-    (TARGETS, all_rows), or g_Q.
+    (TARGETS, all_rows), or g_Q. `scale_gradients`, (rows, programs a row), takes each program's part of d / d r.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < columns
     y = tl.load(logits + row * row_stride + k, mask=inside, other=0.0).to(tl.float32)
-    z, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+    u, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+    scale = 1.0
+    if HAS_SCALE:
+        scale = tl.load(scales + row)
+    z = mapped_logit(u, scale, offsets, masked, begin + k, inside, HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS)
     log_p = (z - tl.load(row_maxes + row)) - tl.load(log_sums + row)
     factor = tl.load(of_softmax + row)
     if HAS_ENTROPY:
@@ -146,4 +186,10 @@ def row_gradient_kernel(
     for t in tl.static_range(TARGETS):
         target = tl.load(targets + t * all_rows + row)
         g += tl.where(k == target - begin, tl.load(of_targets + t * all_rows + row), 0.0)
+    if HAS_OFFSETS:
+        g = tl.where(tl.load(masked + begin + k, mask=inside, other=0) != 0, 0.0, g)
+    if HAS_SCALE:
+        part = tl.sum(tl.where(inside, g * u, 0.0), 0)
+        tl.store(scale_gradients + row * tl.num_programs(1) + tl.program_id(1), part)
+        g *= scale
     tl.store(gradients + row * gradient_stride + k, (g * slope).to(gradients.dtype.element_ty), mask=inside)

@@ -28,6 +28,7 @@ class StatisticsOptions:
         entropy: whether to compute the negative entropy.
         argmax: whether to find the largest class.
         smoothing: whether to add up the logits, weighted by class.
+        exact_entropy: whether a logit of -inf makes the entropy NaN, as p log p is then; otherwise it adds 0.
     """
 
     softcap: float | None = None
@@ -35,6 +36,21 @@ class StatisticsOptions:
     entropy: bool = False
     argmax: bool = False
     smoothing: bool = False
+    exact_entropy: bool = False
+
+
+class ClassMap(NamedTuple):
+    """A map of the logits by class, after their transform: offsets are added to them, or replace masked ones.
+
+    Args:
+        offsets: (V,), contiguous, in the dtype of the computation.
+        masked: (V,) bool, contiguous.
+        is_scaled: whether the scales of rows multiply what it gives, rather than what it takes.
+    """
+
+    offsets: Tensor
+    masked: Tensor
+    is_scaled: bool = False
 
 
 class LogitStatistics(NamedTuple):
@@ -95,6 +111,8 @@ class RowSums:
         kernels: whether to use Triton kernels; None: on a GPU, except for float64.
         soft: (N, V), distributions in place of given classes, of which there are none then; or None.
         class_weight: (V,), the weights of logits in sums with distributions or without; None: ones.
+        scale: (N,), by which the transformed logits of a row are multiplied; None: ones.
+        class_map: of the logits of all rows, or None.
     """
 
     def __init__(
@@ -106,12 +124,15 @@ class RowSums:
         kernels: bool | None = None,
         soft: Tensor | None = None,
         class_weight: Tensor | None = None,
+        scale: Tensor | None = None,
+        class_map: ClassMap | None = None,
     ) -> None:
         self.options, self.targets, self.kernels = options, targets.contiguous(), uses_kernels(like, kernels)
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.vector = None if vector is None else vector.detach().contiguous()
         self.soft = soft if soft is None or soft.stride(1) == 1 else soft.contiguous()
-        self.class_weight = class_weight
+        self.class_weight, self.class_map = class_weight, class_map
+        self.scale = None if scale is None else scale.detach().contiguous()
         given, count = targets.shape
 
         def zeros(needed: bool) -> Tensor:
@@ -123,6 +144,8 @@ class RowSums:
         self.target_logits = torch.zeros(given + (soft is not None), count, dtype=self.dtype, device=like.device)
         """(T, N), the transformed logits of the given classes; (1, N), their weighted sums with soft targets."""
         self.logit_sum = zeros(options.smoothing)
+        self.scale_grad = zeros(scale is not None)
+        """(N,), the gradient of the scale, of the blocks whose gradient was written since `factors`."""
 
     @property
     def _totals(self) -> tuple[Tensor, ...]:
@@ -141,6 +164,15 @@ class RowSums:
             return y / temperature, 1 / temperature
         t = torch.tanh(y / softcap)
         return softcap * t / temperature, (1 - t * t) / temperature
+
+    def _mapped(self, u: Tensor, block: Block) -> Tensor:
+        """Return the logits of a block, transformed, after the scale of rows and the map by class."""
+        own, columns, classes = slice(*block.rows), slice(*block.columns), self.class_map
+        scale = 1.0 if self.scale is None else self.scale[own, None]
+        if classes is None:
+            return u * scale
+        before, after = (1.0, scale) if classes.is_scaled else (scale, 1.0)
+        return (torch.where(classes.masked[columns], 0.0, u * before) + classes.offsets[columns]) * after
 
     def _weights(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Return the class weights of a block, and its weighted distributions or None."""
@@ -162,7 +194,7 @@ class RowSums:
             self._fold_by_reference(part)
 
     def _fold_by_reference(self, block: Block) -> None:
-        z, _ = self._transformed(block.logits)
+        z = self._mapped(self._transformed(block.logits)[0], block)
         (begin, end), own, top = block.columns, slice(*block.rows), z.amax(1)
         row_max, sum_exp, sum_exp_logit, sum_exp_vector, argmax, target_logits, logit_sum = (
             total[..., own] for total in self._totals
@@ -172,7 +204,8 @@ class RowSums:
         shifted = z - self._move_max(own, torch.maximum(row_max, top))[:, None]
         e = shifted.exp()
         if self.options.entropy:
-            sum_exp_logit.add_(torch.where(e > 0, e * shifted, 0.0).sum(1))
+            counted = e * shifted if self.options.exact_entropy else torch.where(e > 0, e * shifted, 0.0)
+            sum_exp_logit.add_(counted.sum(1))
         if self.vector is not None:
             sum_exp_vector.add_(e @ self.vector[begin:end].to(self.dtype))
         sum_exp.add_(e.sum(1))
@@ -230,11 +263,15 @@ class RowSums:
             )
 
     def _operands(self, block: Block) -> tuple[Tensor | int, ...]:
-        """Return targets, vector, distributions and class weights, with the logits in place of absent ones."""
+        """Return targets, vector, distributions, class weights and maps, with the logits in place of absent ones."""
         logits, own = block.logits, slice(*block.rows)
         soft = logits if self.soft is None else self.soft[own, slice(*block.columns)]
         weight = logits if self.class_weight is None else self.class_weight
-        return self.targets[:, own], logits if self.vector is None else self.vector, soft, soft.stride(0), weight
+        vector = logits if self.vector is None else self.vector
+        scale = logits if self.scale is None else self.scale[own]
+        offsets, masked = (logits, logits) if self.class_map is None else self.class_map[:2]
+        masked = masked.view(torch.uint8) if masked.dtype == torch.bool else masked
+        return self.targets[:, own], vector, soft, soft.stride(0), weight, scale, offsets, masked
 
     @property
     def _scalars(self) -> tuple[float, float]:
@@ -246,11 +283,15 @@ class RowSums:
         return {
             "TARGETS": self.targets.shape[0],
             "HAS_ENTROPY": self.options.entropy,
+            "EXACT_ENTROPY": self.options.exact_entropy,
             "HAS_VECTOR": self.vector is not None,
             "SOFT_TARGETS": self.soft is not None,
             "HAS_CLASS_WEIGHT": self.class_weight is not None,
             "HAS_SMOOTHING": self.options.smoothing,
             "HAS_SOFTCAP": self.options.softcap is not None,
+            "HAS_SCALE": self.scale is not None,
+            "HAS_OFFSETS": self.class_map is not None,
+            "SCALES_OFFSETS": self.class_map is not None and self.class_map.is_scaled,
         }
 
     def statistics(self) -> LogitStatistics:
@@ -284,6 +325,7 @@ class RowSums:
             of_softmax = of_softmax - of_vector * statistics.expectation
         # A row with an infinite logit: see `statistics`.
         log_sum = self.sum_exp.masked_fill(self.row_max.isinf(), 1.0).log()
+        self.scale_grad.zero_()
         return Factors(log_sum, of_softmax.contiguous(), of_entropy, of_vector, of_targets, zero)
 
     def write_gradient(self, block: Block, factors: Factors, into: Tensor) -> None:
@@ -299,7 +341,8 @@ class RowSums:
 
     def _write_by_reference(self, block: Block, factors: Factors, into: Tensor) -> None:
         own = slice(*block.rows)
-        z, slope = self._transformed(block.logits)
+        u, slope = self._transformed(block.logits)
+        z = self._mapped(u, block)
         begin, end = block.columns
         log_p = (z - self.row_max[own, None]) - factors.log_sum[:, None]
         factor = factors.of_softmax[:, None].expand_as(z)
@@ -317,6 +360,11 @@ class RowSums:
             here = (target >= begin) & (target < end)
             place = torch.where(here, target - begin, 0)[:, None]
             gradient.scatter_add_(1, place, torch.where(here, of_target, 0.0)[:, None])
+        if self.class_map is not None:
+            gradient.masked_fill_(self.class_map.masked[begin:end], 0.0)
+        if self.scale is not None:
+            self.scale_grad[own] += (gradient * u).sum(1)
+            gradient *= self.scale[own, None]
         into.copy_(gradient * slope)
 
     def _write_by_kernel(self, block: Block, factors: Factors, into: Tensor) -> None:
@@ -325,14 +373,18 @@ class RowSums:
         logits = block.logits
         rows, columns = logits.shape
         options = launch_options(logits_block.GRADIENT, columns)
+        parts = -(-columns // options["BLOCK"])
+        scale_grads = self.scale_grad.new_empty(rows if self.scale is not None else 0, parts)
         with launching_on(logits.device):
-            row_gradient_kernel[(rows, -(-columns // options["BLOCK"]))](
-                *(logits, logits.stride(0), into, into.stride(0), *self._operands(block)),
+            row_gradient_kernel[(rows, parts)](
+                *(logits, logits.stride(0), into, into.stride(0), scale_grads, *self._operands(block)),
                 *(self.row_max[slice(*block.rows)], *factors),
                 *(self.targets.shape[1], block.first_column, columns, *self._scalars),
                 **self._flags,
                 **options,
             )
+        if self.scale is not None:
+            self.scale_grad[slice(*block.rows)] += scale_grads.sum(1)
 
 
 def check_classes(targets: Tensor, classes: int) -> None:

@@ -42,7 +42,7 @@ def entropy_by_special_function(z: Tensor, t: Tensor) -> Tensor:
 
 def categorical(z: Tensor, t: Tensor) -> Tensor:
     policy = torch.distributions.Categorical(logits=z, validate_args=False)
-    return policy.log_prob(t) * ADVANTAGE.to(z.dtype).view(t.shape) - 0.1 * policy.entropy()
+    return policy.log_prob(t) * ADVANTAGE[: t.numel()].to(z.dtype).view(t.shape) - 0.1 * policy.entropy()
 
 
 def expectation(z: Tensor, t: Tensor) -> Tensor:
@@ -115,6 +115,42 @@ TRANSFORMS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
+FORBIDDEN = torch.arange(20) % 7 == 3
+BIAS = VECTOR.masked_fill(torch.arange(20) % 9 == 5, -torch.inf)
+
+
+def half_as_warm(z: Tensor, t: Tensor) -> Tensor:
+    """A temperature that is learned, of logits that have no gradient."""
+    with torch.no_grad():
+        z = z / 0.5
+    return z / t
+
+
+MAPS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda z, t: z.masked_fill(FORBIDDEN, -torch.inf),
+    lambda z, t: torch.where(~FORBIDDEN, z, -torch.inf) / 0.7,
+    lambda z, t: 5 * torch.tanh(z / 5) / 0.7 + BIAS.to(z.dtype),
+    lambda z, t: z / t,
+    lambda z, t: (t.mean() * z).masked_fill(FORBIDDEN[None], -1e4),
+    lambda z, t: (z.masked_fill(FORBIDDEN, -torch.inf) - VECTOR.to(z.dtype)) / 0.5 / t.detach(),
+    lambda z, t: torch.where(FORBIDDEN, VECTOR.to(z.dtype), z / t / t.flatten()[0]) + BIAS.to(z.dtype),
+    lambda z, t: (z / t).view(-1, 20)[1:].masked_fill(FORBIDDEN, -torch.inf).view(-1, 20),
+]
+
+NOT_ONE_OP: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda z, t: z.masked_fill(FORBIDDEN, -1e4) / t,
+    lambda z, t: (z / t + VECTOR.to(z.dtype)) / t.detach(),
+    lambda z, t: z + t.mean() * VECTOR.to(z.dtype),
+    half_as_warm,
+]
+"""Programs whose gradients, or order, the kernels don't have: some of the maps are ops of their own."""
+
+
+def cross_entropies(z: Tensor, t: Tensor) -> Tensor:
+    z, t = (z, t) if z.ndim == 2 else (z.flatten(0, 1), t.flatten())
+    return F.cross_entropy(z, t, reduction="none") * ADVANTAGE[: len(t)].to(z.dtype)
+
+
 @pytest.fixture(params=["by rows", "by columns"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the cost model choose among columns, or not: a head of twenty classes has none of the usual blocks."""
@@ -147,6 +183,41 @@ def test_a_loss_of_statistics_equals_the_plain_one(
     check_chunked(loss, case, {"h": chunks}, dtype=dtype, passes=3, scale=1.0)
 
 
+@pytest.mark.parametrize("program", [entropy, categorical, expectation, probability, hits, selected, cross_entropies])
+@pytest.mark.usefixtures("blocks")
+@given(
+    transform=some.sampled_from([*MAPS, *NOT_ONE_OP]),
+    dtype=some.sampled_from([torch.float32, torch.bfloat16]),
+    sizes=some.sampled_from([(12,), (3, 4)]),
+    rows=some.sampled_from([3, 12]),
+    is_allowed=some.booleans(),
+)
+def test_a_loss_of_masked_or_scaled_logits_equals_the_plain_one(
+    program: Any, transform: Any, dtype: torch.dtype, sizes: tuple[int, ...], rows: int, is_allowed: bool
+) -> None:
+    case = linear_case()
+    target = case["target"].masked_fill(FORBIDDEN[case["target"]] | BIAS.isinf()[case["target"]], 0)
+    case["t"] = torch.linspace(0.5, 1.5, 12).view(*sizes, 1)
+    case |= {"h": case["h"].view(*sizes, 6), "target": (target if is_allowed else case["target"]).view(sizes)}
+
+    def loss(h: Tensor, w: Tensor, target: Tensor, b: Tensor, t: Tensor) -> Tensor:
+        z = transform(F.linear(h, w, b), t)
+        return program(z, target if z.shape[:-1] == sizes else target.flatten()[-z.shape[0] :]).sum()  # type: ignore[no-any-return]
+
+    check_chunked(loss, case, {"h": {"rows": rows}}, dtype=dtype, passes=3, scale=1.0)
+
+
+@pytest.mark.parametrize("transform", MAPS[:-1])
+def test_masks_and_temperatures_are_a_part_of_the_one_op_on_the_logits(transform: Any) -> None:
+    case = linear_case()
+    logits = F.linear(st.chunk(case["h"].requires_grad_(), rows=5), case["w"].requires_grad_())
+    z = transform(logits, torch.linspace(0.5, 1.5, 12)[:, None].requires_grad_())
+    value = categorical(z, case["target"]) + hits(z, case["target"]) + cross_entropies(z, case["target"])
+    described = st.explain(value)
+    assert described.count("row_statistics") == 1
+    assert described.count("[12, 20]") == 1, "only the product has the size of the logits"
+
+
 @pytest.mark.parametrize("program", PROGRAMS[:-2])
 def test_every_form_of_a_statistic_is_one_op_and_logits_are_nothing_else(program: Any) -> None:
     case = linear_case()
@@ -166,7 +237,12 @@ def by_mean_of_sequences(z: Tensor, t: Tensor) -> Tensor:
     return (selected(z, t).view(4, 8).mean(-1) ** 2).sum()
 
 
-@pytest.mark.parametrize("loss", [by_entropy, by_mean_of_sequences])
+def by_masked_entropy(z: Tensor, t: Tensor) -> Tensor:
+    warm = z / torch.linspace(0.5, 1.5, 32)[:, None].requires_grad_()
+    return by_entropy(warm.masked_fill(torch.arange(80) % 7 == 3, -1e4), t)
+
+
+@pytest.mark.parametrize("loss", [by_entropy, by_mean_of_sequences, by_masked_entropy])
 def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
     loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +349,16 @@ def of_neighbours_of_the_largest_class(z: Tensor, t: Tensor) -> Tensor:
 STATISTICS_OF_STATISTICS = [of_the_largest_class, of_the_mode, of_neighbours_of_the_largest_class]
 
 
+def warmed_and_masked(z: Tensor, t: Tensor) -> Tensor:
+    warm = z.masked_fill(FORBIDDEN, -torch.inf) / (1 + t[:, None])
+    allowed = t.masked_fill(FORBIDDEN[t], 0)
+    return F.cross_entropy(warm, allowed) + categorical(warm, allowed).mean()
+
+
+def as_warm_as_its_entropy(z: Tensor, t: Tensor) -> Tensor:
+    return selected(half_as_warm(z, 1 + entropy(z, t)[:, None]), t).mean() + selected(z, t).mean()
+
+
 def of_truncated_logits(z: Tensor, t: Tensor) -> Tensor:
     rounded = z.long().double()
     return rounded.logsumexp(-1).mean() + z.mean() + rounded.log_softmax(-1).gather(-1, t[:, None]).mean()
@@ -283,6 +369,7 @@ def cross_entropy_of_truncated_logits(z: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(rounded, t) * z.mean() + F.nll_loss(rounded.log_softmax(-1), t)
 
 
+MAPPED = [warmed_and_masked, as_warm_as_its_entropy]
 TRUNCATED = [of_truncated_logits, cross_entropy_of_truncated_logits]
 
 WITHOUT_GRADIENTS = [
@@ -297,7 +384,7 @@ WITHOUT_GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize("program", [*WITHOUT_GRADIENTS, *STATISTICS_OF_STATISTICS, *TRUNCATED])
+@pytest.mark.parametrize("program", [*WITHOUT_GRADIENTS, *STATISTICS_OF_STATISTICS, *TRUNCATED, *MAPPED])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.usefixtures("blocks")
 def test_a_program_of_statistics_with_and_without_gradients_equals_the_plain_one(program: Any, compiled: bool) -> None:

@@ -104,6 +104,9 @@ LOSSES: dict[str, Callable[[Tensor, Given], Tensor]] = {
     "z-loss": with_z_loss,
     "policy": policy_loss,
     "whole sequences": of_whole_sequences,
+    "masked": lambda y, g: F.cross_entropy(
+        y.masked_fill(g["vector"] > 0.5, -9) / g["gain"].exp()[:, None], g["target"]
+    ),
     "expectation": lambda y, g: (y.softmax(-1) * g["vector"]).sum(-1).square().mean(),
 }
 
@@ -152,6 +155,20 @@ def test_every_loss_of_a_sharded_head_is_that_of_the_whole_one_by_two_all_reduce
             assert sent.pop(("allreduce", 8 * rows * WIDTH), 0) == 1, (name, sent)
             assert sum(sent.values()) == 2, (name, sent)
             assert all(size <= 8 * (4 * ROWS + 2) for _, size in sent), (name, sent)
+
+
+def learned_temperatures(folder: Path) -> None:
+    """The gradient of a temperature a row, to which the classes of each rank add."""
+    given, head = tensors(), tensors()["weight"]
+    scale = given["gain"].exp()[:, None].requires_grad_()
+    sharded = distribute_tensor(head, ranks(), [Shard(0)]).requires_grad_()
+    layers = F.linear(st.chunk(given["hidden"], rows=5), sharded), F.linear(given["hidden"], head)
+    losses = [F.cross_entropy(y / scale, given["target"]) for y in layers]
+    torch.testing.assert_close(*[torch.autograd.grad(loss, scale) for loss in losses])
+
+
+def test_a_learned_temperature_of_a_sharded_head_has_the_gradient_of_all_classes(tmp_path: Path) -> None:
+    on_two_ranks(learned_temperatures, tmp_path)
 
 
 def errors_in_bfloat16(folder: Path) -> dict[str, tuple[list[float], list[float]]]:

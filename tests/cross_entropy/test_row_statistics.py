@@ -16,7 +16,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy import logits_block, row_sums
 from subtensors.kernels.cross_entropy.logits_block import Block, Tile
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics, row_statistics
-from subtensors.kernels.cross_entropy.row_sums import LogitStatistics, RowSums, StatisticsOptions
+from subtensors.kernels.cross_entropy.row_sums import ClassMap, LogitStatistics, RowSums, StatisticsOptions
 
 DEFAULTS = {name: getattr(logits_block, name) for name in ("STATISTICS", "GRADIENT")}
 
@@ -30,11 +30,24 @@ def small_tiles() -> Any:
         yield
 
 
-def plain(logits: Tensor, targets: Tensor, vector: Tensor, options: StatisticsOptions) -> LogitStatistics:
+def plain(
+    logits: Tensor,
+    targets: Tensor,
+    vector: Tensor,
+    options: StatisticsOptions,
+    scale: Tensor | None = None,
+    classes: ClassMap | None = None,
+) -> LogitStatistics:
     """The statistics by torch's own functions."""
     z = logits.double() if logits.dtype == torch.float64 else logits.float()
     z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
     z = z / options.temperature
+    before = 1.0 if scale is None else scale[:, None].to(z)
+    if classes is not None:
+        before, after = (1.0, before) if classes.is_scaled else (before, 1.0)
+        z = (torch.where(classes.masked, 0.0, z * before) + classes.offsets.to(z)) * after
+    else:
+        z = z * before
     log_p = z.log_softmax(1)
     p = log_p.exp()
     p_log_p = torch.where(p > 0, p * log_p.nan_to_num(neginf=0.0), 0.0)
@@ -48,8 +61,22 @@ def plain(logits: Tensor, targets: Tensor, vector: Tensor, options: StatisticsOp
     )
 
 
+Maps = tuple[Tensor | None, ClassMap | None]
+
+
+def maps_of(rows: int, classes: int, kind: int, generator: torch.Generator) -> Maps:
+    """No scale or one, and no map by class or one, before the scale or after it, as the number says."""
+    if not kind:
+        return None, None
+    scale = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.5
+    offsets = torch.randn(classes, generator=generator, dtype=torch.float64)
+    masked = torch.rand(classes, generator=generator) < 0.3
+    offsets[1::5], masked[0] = -torch.inf, False
+    return None if kind == 2 else scale, None if kind == 1 else ClassMap(offsets, masked, kind == 3)
+
+
 @some.composite
-def problems(draw: Any) -> tuple[Tensor, Tensor, Tensor, StatisticsOptions]:
+def problems(draw: Any) -> tuple[Tensor, Tensor, Tensor, StatisticsOptions, Maps]:
     rows, columns = draw(some.integers(1, 7)), draw(some.integers(2, 500))
     generator = torch.Generator().manual_seed(draw(some.integers(0, 2**31)))
     logits = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * draw(some.sampled_from([1.0, 20.0]))
@@ -60,16 +87,21 @@ def problems(draw: Any) -> tuple[Tensor, Tensor, Tensor, StatisticsOptions]:
     targets = torch.randint(columns, (draw(some.integers(0, 3)), rows), generator=generator)
     vector = torch.randn(columns, generator=generator, dtype=torch.float64)
     softcap = None if logits.isinf().any() else draw(some.sampled_from([None, 5.0]))
-    return logits, targets, vector, StatisticsOptions(softcap, draw(some.sampled_from([1.0, 0.7])), True, True)
+    return (
+        logits,
+        targets,
+        vector,
+        StatisticsOptions(softcap, draw(some.sampled_from([1.0, 0.7])), True, True),
+        maps_of(rows, columns, draw(some.integers(0, 4)), generator),
+    )
 
 
-def gradient(found: LogitStatistics, upstream: list[Tensor], leaf: Tensor) -> Tensor:
-    """The gradient of a weighted sum of the statistics but the last, those that are finite."""
+def gradient(found: LogitStatistics, upstream: list[Tensor], *leaves: Tensor) -> list[Tensor]:
+    """The gradients of a weighted sum of the statistics but the last, those that are finite."""
     kept = [(x, u) for x, u in zip(found[:5], upstream, strict=True)]
     total = sum((torch.where(x.isfinite(), x, 0.0) * u.to(x)).sum() for x, u in kept)
     assert isinstance(total, Tensor)
-    (grad,) = torch.autograd.grad(total, leaf)
-    return grad
+    return list(torch.autograd.grad(total, leaves))
 
 
 @each_kernel_lowering
@@ -77,35 +109,60 @@ def gradient(found: LogitStatistics, upstream: list[Tensor], leaf: Tensor) -> Te
 def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torch(
     lowering: Lowering, data: Any, problem: Any, cut: float
 ) -> None:
-    logits, targets, vector, options = problem
+    logits, targets, vector, options, (scale, classes) = problem
     columns = logits.shape[1]
     dtype = data.draw(some.sampled_from([torch.float32, torch.float16]))
     values = logits.to(dtype)
     generator = torch.Generator().manual_seed(1)
+    scales = [] if scale is None else [scale.float().double().requires_grad_()]
+    scale = scales[0] if scales else None
+    classes = classes and classes._replace(offsets=classes.offsets.float())
     wide = values.double().requires_grad_()
-    truth = plain(wide, targets, vector, options)
+    truth = plain(wide, targets, vector, options, scale, classes)
     upstream = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in truth[:5]]
-    exact = gradient(truth, upstream, wide)
-    leaf = values.float().clone().requires_grad_()
-    theirs = plain(leaf, targets, vector, options)
-    their_gradient = gradient(theirs, upstream, leaf).to(dtype)
+    exact = gradient(truth, upstream, wide, *scales)
+    leaf, narrow = values.float().clone().requires_grad_(), [s.detach().float().requires_grad_() for s in scales]
+    theirs = plain(leaf, targets, vector, options, narrow[0] if narrow else None, classes)
+    their_gradient = gradient(theirs, upstream, leaf, *narrow)
+    device = lowering.device
+    scale = narrow[0].to(device) if narrow else None
+    classes = classes and ClassMap(classes.offsets.to(device), classes.masked.to(device), classes.is_scaled)
     values, first = values.to(lowering.device), max(1, int(cut * columns))
     for kernels in (True, False):
-        sums = RowSums(options, targets.to(lowering.device), vector.float().to(values.device), values, kernels)
+        given = targets.to(device), vector.float().to(device), values, kernels
+        sums = RowSums(options, *given, scale=scale, class_map=classes)
         blocks = [Block(values[:, :first])] + [Block(values[:, first:], 0, first)] * (first < columns)
         into = torch.full_like(values, torch.nan)
         with np.errstate(all="ignore"):
             for block in blocks:
                 sums.fold(block)
             found = sums.statistics()
-            given = [u.float().to(values.device) * x.isfinite() for u, x in zip(upstream, found[:5], strict=True)]
-            grads = row_sums.Upstream(*given, None)
+            kept = [u.float().to(values.device) * x.isfinite() for u, x in zip(upstream, found[:5], strict=True)]
+            factors = sums.factors(row_sums.Upstream(*kept, None))
             for block in blocks:
-                sums.write_gradient(block, sums.factors(grads), into[:, slice(*block.columns)])
+                sums.write_gradient(block, factors, into[:, slice(*block.columns)])
         size = float(values[values.isfinite()].abs().max())
         for name, mine, plain_one, t in zip(LogitStatistics._fields, found, theirs, truth, strict=True):
             assert_as_exact(mine.cpu(), [plain_one], t, name, passes=4, scale=1 + size)
-        assert_as_exact(into.cpu(), [their_gradient], exact, "gradient", passes=4, scale=1 + size)
+        assert_as_exact(into.cpu(), [their_gradient[0].to(dtype)], exact[0], "gradient", passes=4, scale=1 + size)
+        if scales and not (classes and classes.is_scaled):
+            given = [their_gradient[1]], exact[1], "gradient of the scale"
+            assert_as_exact(sums.scale_grad.cpu(), *given, passes=4, scale=(1 + size) ** 2)
+
+
+@each_kernel_lowering
+def test_an_exact_entropy_is_nan_where_a_logit_is_minus_infinity(lowering: Lowering) -> None:
+    logits = torch.tensor([[0.0, 200.0, 3.0], [1.0, -torch.inf, 2.0]], device=lowering.device)
+    nothing = torch.empty(0, 2, dtype=torch.int64, device=lowering.device)
+    log_p = logits.log_softmax(1)
+    for kernels in (True, False):
+        for exact, expected in ((True, log_p), (False, log_p.clamp(min=-1e9))):
+            sums = RowSums(StatisticsOptions(entropy=True, exact_entropy=exact), nothing, None, logits, kernels)
+            with np.errstate(all="ignore"):
+                sums.fold(Block(logits))
+            torch.testing.assert_close(
+                sums.statistics().negative_entropy, (log_p.exp() * expected).sum(1), equal_nan=True
+            )
 
 
 def _leaves(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -120,19 +177,27 @@ def _leaves(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tens
 
 @pytest.mark.parametrize(("columns", "kept"), [(50, 0), (16, 0), (16, 16), (8, 50)])
 @pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+@pytest.mark.parametrize("mapped", range(5))
 def test_statistics_of_a_linear_layer_equal_those_of_its_logits_twice(
-    columns: int, kept: int, frozen: int | None, device: str
+    columns: int, kept: int, frozen: int | None, mapped: int, device: str
 ) -> None:
     leaves, targets, vector = _leaves(torch.float64, device)
     if frozen is not None:
         leaves[frozen].requires_grad_(False)
     hidden, weight, bias = leaves
     options = StatisticsOptions(4.0, 0.5, True, True)
-    found = linear_row_statistics(hidden, weight, bias, targets, vector, options=options, columns=columns, kept=kept)
-    truth = plain(hidden @ weight.t() + bias, targets, vector, options)
+    scale, classes = maps_of(12, 50, mapped, torch.Generator().manual_seed(0))
+    if classes is not None:
+        offsets = classes.offsets.nan_to_num(neginf=-3.0).to(device)
+        classes = ClassMap(offsets, classes.masked.to(device), classes.is_scaled)
+    if scale is not None:
+        scale = scale.to(device).requires_grad_(mapped != 3)
+    given = {"columns": columns, "kept": kept, "scale": scale, "class_map": classes}
+    found = linear_row_statistics(hidden, weight, bias, targets, vector, options=options, **given)  # type: ignore[arg-type]
+    truth = plain(hidden @ weight.t() + bias, targets, vector, options, scale, classes)
     for mine, t in zip(found, truth, strict=True):
         torch.testing.assert_close(mine, t)
-    needed = [leaf for leaf in leaves if leaf.requires_grad]
+    needed = [leaf for leaf in (*leaves, scale) if leaf is not None and leaf.requires_grad]
     weights = [torch.randn_like(x) for x in truth[:5]]
     mine, theirs = (sum((x * u).sum() for x, u in zip(f, weights, strict=False)) for f in (found, truth))
     expected = torch.autograd.grad(theirs, needed)  # type: ignore[arg-type]

@@ -126,8 +126,9 @@ class Moved(TorchDispatchMode):
         sizes = [1] * t.ndim if self.seed % 2 else t.shape
         noise = torch.rand(sizes, generator=self.generators[t.device], dtype=torch.float64, device=t.device) * 2 - 1
         noise = noise.sign() if self.seed % 2 else noise
+        moved = wide + noise * wide * torch.finfo(t.dtype).eps
         with torch.no_grad():
-            t.copy_(wide + noise * wide * torch.finfo(t.dtype).eps)
+            t.copy_(torch.where(wide.isfinite(), moved, wide))
 
 
 def check_chunked(

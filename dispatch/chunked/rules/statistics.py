@@ -54,7 +54,7 @@ def record_argmax(call: ChunkedCall, x: LazyValue, dim: int | None, keepdim: boo
     """Record the largest class of a linear layer's logits as a statistic."""
 
     def statistic() -> LazyValue | None:
-        found = None if match_linear_logits(x) is None else record_statistic(x, "argmax")
+        found = None if match_linear_logits(x, maps=True) is None else record_statistic(x, "argmax")
         return found if found is None or not keepdim else record(aten.unsqueeze.default, found, -1)
 
     return _unless_carried(call, x, dim, statistic)
