@@ -19,7 +19,8 @@ from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
-from subtensors.dispatch.padded.padded_size import PADDED_SIZES, is_same
+from subtensors.dispatch.padded.observed_size import PADDED_SIZES
+from subtensors.dispatch.padded.padded_size import is_same
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
 from subtensors.dispatch.padded.true_sizes import TrueSizes

@@ -10,16 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
-from subtensors.dispatch.padded.size_conditions import COMPARISONS, HostSize, SizeCondition, noting
+from subtensors.dispatch.padded.size_conditions import HostSize
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
@@ -49,7 +47,7 @@ class PaddedSize(int):
     size: Size
     sizes: TrueSizes
 
-    def __new__(cls, bucket: int, size: Size, sizes: TrueSizes) -> PaddedSize:
+    def __new__(cls, bucket: int, size: Size, sizes: TrueSizes) -> Self:
         """Return the number."""
         number = super().__new__(cls, bucket)
         number.size, number.sizes = size, sizes
@@ -173,67 +171,6 @@ for _name, _combined in {
 for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.items():
     setattr(PaddedSize, _name, _by_number(_name, _divided))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
-
-
-class DecidingSize(PaddedSize):
-    """A padded size of a bucketed program's run, which notes what a comparison decides, and where it is a number."""
-
-    def __bool__(self) -> bool:
-        """Return whether the bucket's number is not zero."""
-        return self._noted("__ne__", 0, int(self) != 0)
-
-    def _noted(self, name: str, other: float, outcome: bool) -> bool:
-        """Note a comparison of the program, at two frames from here; return its outcome."""
-        if noting.into is not None and not _is_library(sys._getframe(2)):
-            noting.into.note(SizeCondition(self.size, name, other), outcome)
-        return outcome
-
-
-def _is_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("subtensors.")
-
-
-def _read(name: str) -> Callable[..., object]:
-    """Return the method of padded sizes with this name, which notes that a program got a plain number or text."""
-    plain: Callable[..., object] = getattr(PaddedSize, name)
-    is_linear = name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
-
-    def method(self: DecidingSize, *others: object) -> object:
-        out = plain(self, *others)
-        # Of a float, `NotImplemented`: it answers itself, by the bucket's number.
-        is_plain = not isinstance(out, PaddedSize) and (out is not NotImplemented or isinstance(others[0], float))
-        # A sum with an integer that is no padded size is the same at all true sizes.
-        if is_plain and noting.into is not None and not _is_library(sys._getframe(1)):
-            noting.into.is_number_read |= not (is_linear and isinstance(others[0], int))
-        return out
-
-    method.__name__ = name
-    return method
-
-
-def _deciding(name: str) -> Callable[[DecidingSize, object], object]:
-    """Return the comparison of padded sizes with this name, which notes its outcome where the other is a number."""
-    plain: Callable[[PaddedSize, object], object] = getattr(PaddedSize, name)
-
-    def method(self: DecidingSize, other: object) -> object:
-        out = plain(self, other)
-        if isinstance(out, bool) and isinstance(other, int | float) and not isinstance(other, PaddedSize):
-            return self._noted(name, other, out)
-        return out
-
-    method.__name__ = name
-    return method
-
-
-for _name in COMPARISONS:
-    setattr(DecidingSize, _name, _deciding(_name))
-_READ = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand or
-    ror xor rxor lshift rlshift rshift rrshift int float round trunc floor ceil invert repr format"""
-for _name in _READ.split():
-    setattr(DecidingSize, f"__{_name}__", _read(f"__{_name}__"))
-DecidingSize.__hash__ = int.__hash__  # type: ignore[assignment]
-PADDED_SIZES = frozenset([PaddedSize, DecidingSize])
-"""The types of padded sizes whose calls may be remembered."""
 
 
 _LARGEST_GRID = 2**16

@@ -1,8 +1,8 @@
-"""Conditions on sizes evaluated over a grid of them, exactly: as Python would with each size in turn.
+"""Conditions on sizes evaluated over a grid of them by Python itself: as the program would with each size in turn.
 
-Integers stay integers: int64 where nothing can overflow, and Python's own beyond it. Floats are those of Python, with
-one reservation. Sympy merges and reorders sums and products, as in `n * 0.1 * 3`, so that their last bit may be another
-one. Where that bit decides a condition the point is *doubtful*, and so is one at which the condition is undefined.
+A condition becomes a function of its symbols, which runs on Python's own numbers at each of their points. There is one
+reservation: sympy merges and reorders sums and products, as in `n * 0.1 * 3`, so that the last bit of a float may be
+another one. Where that bit decides a condition the point is *doubtful*, and so is one at which the condition raises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
@@ -18,22 +18,29 @@ from typing import TypeAlias
 import numpy as np
 import sympy
 
-Values: TypeAlias = np.ndarray
-"""(points,) or (): int64, float64, or objects where numbers are Python ints or fractions."""
+Function: TypeAlias = "Callable[..., object]"
 
 LARGEST_EXPONENT = 4096
 
 
 class NotEvaluated(Exception):
-    """A condition contains a function that is not known here."""
+    """A condition contains a function or a symbol that is not known here."""
 
 
-@dataclass
+class _Doubtful(ArithmeticError):
+    """The last bit of a float decides a condition, or an exponent is too large to compute with."""
+
+
+class _Rounded(float):
+    """A float with the rounding of an order of operations that is not the program's."""
+
+
+@dataclass(frozen=True)
 class SizeGrid:
     """Points with a size for each symbol.
 
     Args:
-        sizes: the size at every point, (points,) int64, by symbol.
+        sizes: the sizes of each symbol, int64 arrays that broadcast to the grid.
 
     Example:
         >>> n = sympy.Symbol("n", integer=True)
@@ -41,217 +48,169 @@ class SizeGrid:
         [True, False, True, False, True]
     """
 
-    sizes: Mapping[sympy.Symbol, Values]
-    _rounded: dict[sympy.Basic, Values] = field(default_factory=dict)
-    _doubtful: Values = field(default_factory=lambda: np.zeros((), dtype=bool))
+    sizes: Mapping[sympy.Symbol, np.ndarray]
+    _known: dict[sympy.Basic, np.ndarray] = field(default_factory=dict)
 
-    def holds(self, condition: sympy.Basic) -> tuple[Values, Values]:
-        """Return where a condition holds and where that is doubtful, each (points,) bool.
+    def holds(self, condition: sympy.Basic) -> tuple[np.ndarray, np.ndarray]:
+        """Return where a condition holds and where that is doubtful, each a bool array of the grid's shape.
 
         Raises:
-            NotEvaluated: it contains another function than those of torch's symbolic sizes.
+            NotEvaluated: it contains another function than those of torch's symbolic sizes, or another symbol.
         """
-        self._rounded, self._doubtful = {}, np.zeros((), dtype=bool)
-        with np.errstate(all="ignore"):
-            try:
-                found = self._truth(condition)
-            except (OverflowError, TypeError, ValueError) as error:  # a float beyond all bounds, or a complex one
-                raise NotEvaluated(str(condition)) from error
-        points = next(iter(self.sizes.values())).shape
-        return np.broadcast_to(found, points), np.broadcast_to(self._doubtful, points)
+        if condition not in self._known:
+            symbols = [symbol for symbol in self.sizes if symbol in condition.free_symbols]
+            compute = _function_of(condition, symbols)
 
-    def _truth(self, condition: sympy.Basic) -> Values:
-        if isinstance(condition, sympy.logic.boolalg.BooleanAtom):
-            return np.array(bool(condition))
-        if isinstance(condition, sympy.core.relational.Relational):
-            left, right = self._value(condition.lhs), self._value(condition.rhs)
-            near = self._is_near(left, right)
-            self._doubt((self._is_rounded(condition.lhs) | self._is_rounded(condition.rhs)) & near)
-            return np.asarray(_COMPARISONS[condition.rel_op](left, right), dtype=bool)
-        if isinstance(condition, sympy.Not):
-            return ~self._truth(condition.args[0])
-        if isinstance(condition, sympy.And | sympy.Or):
-            combine = np.logical_and if isinstance(condition, sympy.And) else np.logical_or
-            return np.asarray(functools.reduce(combine, map(self._truth, condition.args)), dtype=bool)
-        raise NotEvaluated(str(condition))
+            def outcome(*sizes: int) -> int:
+                try:
+                    return int(bool(compute(*sizes)))
+                except (ArithmeticError, ValueError, TypeError):  # what the program raises there, too
+                    return -1
 
-    def _value(self, expression: sympy.Basic) -> Values:
-        if isinstance(expression, sympy.Symbol) and expression in self.sizes:
-            return self.sizes[expression]
-        if isinstance(expression, sympy.Integer):
-            return _narrow(np.array(int(expression), dtype=object))
-        if isinstance(expression, sympy.Rational):
-            return np.array(Fraction(int(expression.p), int(expression.q)), dtype=object)
-        if isinstance(expression, sympy.Float):
-            return np.array(float(expression))
-        name = type(expression).__name__
-        if name in ("Where", "Piecewise"):
-            return self._chosen(expression)
-        known = _FUNCTIONS.get(name.removeprefix("BitwiseFn_").removeprefix("OpaqueUnaryFn_"))
-        if known is None or not expression.args:
-            raise NotEvaluated(str(expression))
-        operands = [self._value(part) for part in expression.args]
-        if name in _DIVISIONS:
-            # The program left this path before, or ends with a ZeroDivisionError.
-            undefined = np.asarray(operands[1] == 0, dtype=bool)
-            self._doubt(undefined)
-            operands[1] = np.where(undefined, 1, operands[1])
-        if name in _SHIFTING:
-            wrong = np.asarray((operands[1] < 0) | (operands[1] > LARGEST_EXPONENT), dtype=bool)
-            self._doubt(wrong)
-            operands[1] = np.where(wrong, 0, operands[1])
-        found = known(*operands) if name not in _ASSOCIATIVE else functools.reduce(known, operands)
-        rounded = functools.reduce(operator.or_, map(self._is_rounded, expression.args))
-        if name in _STEPS:
-            self._doubt(rounded & self._is_near(operands[0] * 2, np.rint(_floats(operands[0]) * 2)))
-            rounded = np.zeros((), dtype=bool)
-        elif name in ("Add", "Mul") and found.dtype.kind == "f":
-            rounded = rounded | ~functools.reduce(operator.and_, map(_is_dyadic, [*operands, found]))
-        self._rounded[expression] = rounded
-        return found
-
-    def _chosen(self, expression: sympy.Basic) -> Values:
-        pairs = [(p.args[0], p.args[1]) for p in expression.args] if type(expression).__name__ == "Piecewise" else None
-        if pairs is None:
-            condition, then, otherwise = expression.args
-            pairs = [(then, condition), (otherwise, sympy.true)]
-        found = self._value(pairs[-1][0])
-        for value, condition in reversed(pairs[:-1]):
-            found = np.where(self._truth(condition), self._value(value), found)
-        return found
-
-    def _is_rounded(self, expression: sympy.Basic) -> Values:
-        """Return where a value has the rounding of an order of operations that is not the program's."""
-        return self._rounded.get(expression, np.zeros((), dtype=bool))
-
-    @staticmethod
-    def _is_near(left: Values, right: Values) -> Values:
-        a, b = _floats(left), _floats(right)
-        return np.asarray(np.abs(a - b) <= 1e-9 * np.maximum(1, np.abs(a)), dtype=bool)
-
-    def _doubt(self, where: Values) -> None:
-        self._doubtful = self._doubtful | where
+            # A symbol that the condition lacks takes no part.
+            own = [self.sizes[symbol] for symbol in symbols]
+            found = np.frompyfunc(outcome, len(own), 1)(*own) if own else outcome()
+            shape = np.broadcast_shapes(*[sizes.shape for sizes in self.sizes.values()])
+            self._known[condition] = np.broadcast_to(np.asarray(found, dtype=np.int64), shape)
+        return self._known[condition] == 1, self._known[condition] == -1
 
 
-def _floats(values: Values) -> Values:
-    return values.astype(np.float64)
+def _function_of(condition: sympy.Basic, symbols: Sequence[sympy.Symbol]) -> Function:
+    """Return a condition as a Python function of its symbols."""
+    scope: dict[str, object] = {}
+    names = {symbol: f"size{i}" for i, symbol in enumerate(symbols)}
+
+    def source(part: sympy.Basic) -> str:
+        if part in names:
+            return names[part]
+        if not part.args:
+            scope[name := f"constant{len(scope)}"] = _number(part)
+            return name
+        name = type(part).__name__.removeprefix("BitwiseFn_").removeprefix("OpaqueUnaryFn_")
+        if name not in _FUNCTIONS:
+            raise NotEvaluated(str(part))
+        scope[name] = _FUNCTIONS[name]
+        return f"{name}({', '.join(map(source, part.args))})"
+
+    function: Function = eval(f"lambda {', '.join(names.values())}: {source(condition)}", scope)
+    return function
 
 
-def _is_dyadic(values: Values) -> Values:
-    """Return where values are so short in binary that sums and products of them are exact in any order."""
-    scaled = _floats(values) * 2.0**16
-    return np.asarray((scaled == np.rint(scaled)) & (np.abs(scaled) < 2.0**40), dtype=bool)
+def _number(part: sympy.Basic) -> object:
+    if isinstance(part, sympy.logic.boolalg.BooleanAtom):
+        return bool(part)
+    if isinstance(part, sympy.Float):
+        return float(part)
+    if isinstance(part, sympy.Rational):
+        return int(part) if part.is_Integer else Fraction(int(part.p), int(part.q))
+    raise NotEvaluated(str(part))
 
 
-def _narrow(values: Values) -> Values:
-    """Return Python ints as int64 where they are small."""
-    if values.dtype == object and all(isinstance(v, int) and abs(v) < 1 << 62 for v in values.flat):
-        return values.astype(np.int64)
-    return values
+def _is_dyadic(value: float) -> bool:
+    """Return whether a value is so short in binary that sums and products of such ones are exact in any order."""
+    scaled = value * 2.0**16
+    return scaled == round(scaled) and abs(scaled) < 2.0**40
 
 
-def _largest(values: Values) -> int:
-    if values.dtype == object:
-        return 1 << 63
-    return max(abs(int(values.max())), abs(int(values.min()))) if values.size else 0
+def _refuse_near(a: object, b: object, *rounded: object) -> None:
+    """Raise _Doubtful for numbers that the last bit of a rounded one makes equal, or not."""
+    if any(type(value) is _Rounded for value in rounded) and abs(a - b) <= 1e-9 * max(1, abs(a)):  # type: ignore[operator, arg-type]
+        raise _Doubtful
 
 
-def _exact(
-    operation: Callable[[Values, Values], Values], bound: Callable[[int, int], int]
-) -> Callable[[Values, Values], Values]:
-    """Return an operation on numbers that goes over to Python ints where its bound says that int64 is too short."""
+def _combined(operation: Callable[[float, float], float]) -> Function:
+    """Return an operation on several values, which sympy may have reordered."""
 
-    def compute(a: Values, b: Values) -> Values:
-        if "f" in (a.dtype.kind, b.dtype.kind):
-            return np.asarray(operation(_floats(a), _floats(b)))
-        if bound(_largest(a), _largest(b)) < 1 << 62:
-            return np.asarray(operation(a, b))
-        return _narrow(np.asarray(operation(a.astype(object), b.astype(object)), dtype=object))
+    def compute(*values: float) -> object:
+        found = functools.reduce(operation, values)
+        if type(found) is int:
+            return found
+        is_exact = _Rounded not in map(type, values) and all(map(_is_dyadic, (*values, found)))
+        return _Rounded(found) if isinstance(found, float) and not is_exact else found
 
     return compute
 
 
-def _elementwise(function: Callable[..., float]) -> Callable[..., Values]:
-    """Return a function of Python numbers as one of arrays; numpy's own may round otherwise."""
+def _applied(function: Function) -> Function:
+    """Return a function whose result is rounded if an operand is."""
 
-    def compute(*operands: Values) -> Values:
-        arrays = np.broadcast_arrays(*operands)
-        cached = functools.cache(function)
-        found = [cached(*point) for point in zip(*(array.ravel().tolist() for array in arrays), strict=True)]
-        kind = object if any(isinstance(value, int) for value in found) else np.float64
-        return _narrow(np.array(found, dtype=kind).reshape(arrays[0].shape))
+    def compute(*values: object) -> object:
+        found = function(*values)
+        return _Rounded(found) if isinstance(found, float) and _Rounded in map(type, values) else found
 
     return compute
 
 
-def _divided(a: Values, b: Values) -> Values:
-    if max(_largest(a), _largest(b)) < 1 << 53 if "f" not in (a.dtype.kind, b.dtype.kind) else True:
-        return np.asarray(_floats(a) / _floats(b))
-    return _elementwise(operator.truediv)(a, b)
+def _step(function: Function) -> Function:
+    """Return a function that rounds to an integer."""
 
-
-def _unary(name: str) -> Callable[[float], float]:
-    function = getattr(math, name)
-
-    def compute(value: float) -> float:
-        try:
-            return float(function(float(value)))
-        except (OverflowError, ValueError):  # the program raises it, too
-            return math.nan
+    def compute(value: float) -> object:
+        _refuse_near(value * 2, round(value * 2), value)
+        return function(value)
 
     return compute
 
 
-_add, _mul = _exact(operator.add, operator.add), _exact(operator.mul, operator.mul)
-_floor_divided, _modulo = _exact(operator.floordiv, max), _exact(operator.mod, max)
+def _compared(comparison: Function) -> Function:
+    def compute(left: float, right: float) -> object:
+        _refuse_near(left, right, left, right)
+        return comparison(left, right)
 
-_FUNCTIONS: dict[str, Callable[..., Values]] = {
-    "Add": _add,
-    "Mul": _mul,
-    "Min": _exact(np.minimum, max),
-    "Max": _exact(np.maximum, max),
-    "Abs": np.abs,
-    "FloorDiv": _floor_divided,
-    "CleanDiv": _floor_divided,
-    "CeilDiv": lambda a, b: -_floor_divided(-a, b),
-    "Mod": _modulo,
-    "PythonMod": _modulo,
-    "ModularIndexing": lambda a, b, c: _modulo(_floor_divided(a, b), c),
-    "Pow": _elementwise(operator.pow),
-    "PowByNatural": _elementwise(operator.pow),
-    "LShift": _elementwise(operator.lshift),
-    "RShift": _elementwise(operator.rshift),
-    "bitwise_and": _elementwise(operator.and_),
-    "bitwise_or": _elementwise(operator.or_),
-    "bitwise_xor": _elementwise(operator.xor),
-    "IntTrueDiv": _divided,
-    "FloatTrueDiv": _divided,
-    "FloatPow": _elementwise(lambda a, b: float(a) ** float(b)),
-    "ToFloat": _floats,
+    return compute
+
+
+def _bounded(function: Function) -> Function:
+    """Return a function of a base and an exponent, which is doubtful where that is out of bounds."""
+
+    def compute(base: int, exponent: int) -> object:
+        if not 0 <= exponent <= LARGEST_EXPONENT:
+            raise _Doubtful
+        return function(base, exponent)
+
+    return compute
+
+
+_FUNCTIONS: dict[str, Function] = {
+    "Equality": _compared(operator.eq),
+    "Unequality": _compared(operator.ne),
+    "StrictLessThan": _compared(operator.lt),
+    "LessThan": _compared(operator.le),
+    "StrictGreaterThan": _compared(operator.gt),
+    "GreaterThan": _compared(operator.ge),
+    "Not": operator.not_,
+    "And": lambda *parts: all(parts),
+    "Or": lambda *parts: any(parts),
+    "Where": lambda condition, then, otherwise: then if condition else otherwise,
+    "ExprCondPair": lambda *pair: pair,
+    "Piecewise": lambda *pairs: next(value for value, condition in pairs if condition),
+    "Add": _combined(operator.add),
+    "Mul": _combined(operator.mul),
+    "Min": min,
+    "Max": max,
+    "Abs": _applied(abs),
+    **dict.fromkeys(["FloorDiv", "CleanDiv"], operator.floordiv),
+    "CeilDiv": lambda a, b: -(-a // b),
+    **dict.fromkeys(["Mod", "PythonMod"], operator.mod),
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    **dict.fromkeys(["Pow", "PowByNatural"], _applied(_bounded(operator.pow))),
+    "LShift": _bounded(operator.lshift),
+    "RShift": _bounded(operator.rshift),
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    **dict.fromkeys(["IntTrueDiv", "FloatTrueDiv"], _applied(operator.truediv)),
+    "FloatPow": _applied(lambda a, b: float(a) ** float(b)),
+    "ToFloat": _applied(float),
     "Identity": lambda a: a,
-    "TruncToFloat": np.trunc,
-    "TruncToInt": _elementwise(math.trunc),
-    "FloorToInt": _elementwise(math.floor),
-    "CeilToInt": _elementwise(math.ceil),
-    "RoundToInt": _elementwise(round),
-    "RoundDecimal": _elementwise(lambda a, digits: float(round(a, digits))),
+    "TruncToFloat": _step(lambda a: float(math.trunc(a))),
+    "TruncToInt": _step(math.trunc),
+    **dict.fromkeys(["FloorToInt", "floor"], _step(math.floor)),
+    **dict.fromkeys(["CeilToInt", "ceiling"], _step(math.ceil)),
+    "RoundToInt": _step(round),
+    "RoundDecimal": _applied(lambda a, digits: float(round(a, digits))),
     **{
-        name: _elementwise(_unary(name))
+        name: _applied(getattr(math, name))
         for name in "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2".split()
     },
-}  # fmt: skip
-_FUNCTIONS["floor"], _FUNCTIONS["ceiling"] = _FUNCTIONS["FloorToInt"], _FUNCTIONS["CeilToInt"]
-
-_DIVISIONS = {"FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "IntTrueDiv", "FloatTrueDiv"}
-_SHIFTING = {"Pow", "PowByNatural", "LShift", "RShift"}
-_ASSOCIATIVE = {"Add", "Mul", "Min", "Max"}
-_STEPS = {"TruncToFloat", "TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt", "RoundDecimal", "floor", "ceiling"}
-
-_COMPARISONS: dict[str, Callable[[Values, Values], Values]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
 }
+"""The functions that a condition is made of, by the names of sympy's classes for them."""

@@ -20,9 +20,16 @@ from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
 from subtensors.chunked.custom_op import chunk_in_program, chunked_program, copied, overwritten, put
-from subtensors.chunked.program_calls import UNSUPPORTED, VIEWS, call_kind, callee, op_kind
 from subtensors.chunked.record_call import log_fallback
-from subtensors.chunked.source_program import ProgramSource, ProgramStep
+from subtensors.chunked.source_program import (
+    UNSUPPORTED,
+    VIEWS,
+    ProgramSource,
+    ProgramStep,
+    call_kind,
+    callee,
+    op_kind,
+)
 from subtensors.chunked.torch_function import is_metadata_query
 from subtensors.dispatch.chunked.lazy_graph import NeedsMaterialize
 from subtensors.dispatch.ops import wrappers

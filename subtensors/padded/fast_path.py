@@ -22,7 +22,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map_only
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.interpreter import is_observed
-from subtensors.dispatch.padded.padded_size import PADDED_SIZES
+from subtensors.dispatch.padded.observed_size import PADDED_SIZES
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.recorded_rules import Note, Record, RuleRecording, TrackerNote
 from subtensors.dispatch.padded.size_conditions import noting

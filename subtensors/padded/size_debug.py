@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 
 import torch
@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.padded_size import DecidingSize, PaddedSize, find_sizes, text_of
+from subtensors.dispatch.padded.observed_size import ObservedSize, watchers
+from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of
 from subtensors.dispatch.padded.positions import checked_bounds
-from subtensors.dispatch.padded.size_conditions import noting
+from subtensors.dispatch.padded.size_conditions import COMPARISONS, noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import Size, multiplied
@@ -29,60 +30,24 @@ from subtensors.dispatch.torch_internals import ops
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, unwrap
 from subtensors.padded.sized_calls import OF_BUCKETS, VALUES
 
-active_modes: list[TorchFunctionMode] = []
-"""The debug modes that are on."""
-
 
 class PaddedSizeWarning(UserWarning):
     """A bucket's size is used as a number."""
 
 
-class WatchedSize(PaddedSize):
-    """A padded size that warns where only the bucket's number is left of it."""
+def _warn(size: ObservedSize, operation: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    warn_at_caller(f"{operation} with {int(size)}, {size.origin}, not its true size: use x.count(dim)")
 
-    dim: str
 
-    @classmethod
-    def of(cls, bucket: int, size: Size, sizes: TrueSizes, dim: str) -> WatchedSize:
-        """Return the size.
-
-        Args:
-            bucket: the number that Python sees.
-            size, sizes: the true one, and the values of its symbols.
-            dim: the dim and its true size, as the warning names them.
-        """
-        watched = cls(bucket, size, sizes)
-        watched.dim = f"the bucket of {dim}"
-        return watched
-
-    def derived(self, bucket: int, size: Size, sizes: TrueSizes) -> int:
-        """Return a number made of this one."""
-        made = super().derived(bucket, size, sizes)
-        if isinstance(made, WatchedSize):
-            made.dim = self.dim if self.dim.startswith("made") else f"made of {self.dim}"
-        return made
-
-    def warn(self, operation: str) -> None:
-        """Warn at the line of the user's code that led here."""
-        if active_modes:
-            warn_at_caller(f"{operation} with {int(self)}, {self.dim}, not its true size: use x.count(dim)")
-
-    def __bool__(self) -> bool:
-        """Return whether the bucket's number is not zero, with a warning where the true one would decide otherwise."""
-        if not _is_own_caller() and active_modes and self.decides_otherwise(int.__ne__, 0):
-            self.warn("a branch")
-        return int(self) != 0
-
-    def decides_otherwise(self, comparison: Callable[[int, object], object], other: object) -> bool:
-        """Return whether a comparison of the true size, where the host knows it, has another outcome."""
-        sizes = [self.sizes, *([other.sizes] if isinstance(other, PaddedSize) else [])]
-        if not all(known.known_on_host for known in sizes):
-            return True
-        for row in range(self.sizes.rows or 1):
-            true = other.on_host(row) if isinstance(other, PaddedSize) else other
-            if comparison(self.on_host(row), true) != comparison(int(self), other):
-                return True
-        return False
+def _decides_otherwise(size: PaddedSize, compare: Callable[[int, float], bool], other: float, outcome: bool) -> bool:
+    """Return whether a comparison of the true size has another outcome, or may have where the host doesn't know it."""
+    others = [other] if isinstance(other, PaddedSize) else []
+    if not all(each.sizes.known_on_host for each in (size, *others)):
+        return True
+    rows = range(size.sizes.rows or 1)
+    true = ((size.on_host(row), other.on_host(row) if isinstance(other, PaddedSize) else other) for row in rows)
+    return any(compare(own, number) != outcome for own, number in true)
 
 
 def warn_at_caller(message: str) -> None:
@@ -95,71 +60,6 @@ def warn_at_caller(message: str) -> None:
 
 def _is_library(module: str) -> bool:
     return module == __name__ or module.split(".")[0] in ("torch", "subtensors")
-
-
-def _warning(name: str) -> Callable[[WatchedSize, object], object]:
-    """Return the method of sizes with this name, with a warning where its result doesn't know the true size."""
-    plain: Callable[[PaddedSize, object], object] = getattr(PaddedSize, name)
-
-    def method(self: WatchedSize, other: object) -> object:
-        out = plain(self, other)
-        # Numbers of other types answer themselves.
-        if isinstance(other, int | float) and not isinstance(out, PaddedSize) and not _is_known(self, other, name):
-            self.warn("Python arithmetic")
-        if isinstance(other, list | tuple | str):
-            self.warn("a repeated sequence")
-        return out
-
-    method.__name__ = name
-    return method
-
-
-def _is_known(size: WatchedSize, other: object, name: str) -> bool:
-    """Return whether a sum or product that is a plain number is the same at all true sizes."""
-    return isinstance(other, int) and name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
-
-
-def _converting(name: str) -> Callable[..., object]:
-    """Return the method of `int` with this name, with a warning where the caller is not this library."""
-    plain: Callable[..., object] = getattr(int, name)
-
-    def method(self: WatchedSize, *digits: int) -> object:
-        if not _is_own_caller():
-            self.warn("Python arithmetic")
-        return plain(self, *digits)
-
-    method.__name__ = name
-    return method
-
-
-def _is_own_caller() -> bool:
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("subtensors.")
-
-
-def _comparing(name: str) -> Callable[[WatchedSize, object], object]:
-    """Return the comparison of `int` with this name, with a warning where the true size would decide otherwise."""
-    plain: Callable[[int, object], object] = getattr(int, name)
-
-    def method(self: WatchedSize, other: object) -> object:
-        out = plain(self, other)
-        is_number = isinstance(other, int | float)
-        if is_number and not _is_own_caller() and active_modes and self.decides_otherwise(plain, other):
-            self.warn("a comparison")
-        return out
-
-    method.__name__ = name
-    return method
-
-
-_MIXED = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and rand
-    or ror xor rxor lshift rlshift rshift rrshift"""
-for _name in _MIXED.split():
-    setattr(WatchedSize, f"__{_name}__", _warning(f"__{_name}__"))
-for _name in "float round trunc floor ceil invert".split():
-    setattr(WatchedSize, f"__{_name}__", _converting(f"__{_name}__"))
-for _name in "lt le gt ge eq ne".split():
-    setattr(WatchedSize, f"__{_name}__", _comparing(f"__{_name}__"))
-WatchedSize.__hash__ = int.__hash__  # type: ignore[assignment]
 
 
 _RESHAPES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])
@@ -190,28 +90,35 @@ def _is_known_end(part: PyTree) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Warn of padded sizes among the arguments of calls without a PaddedTensor."""
+    """Warn of padded sizes that are numbers in Python, or among the arguments of calls without a PaddedTensor."""
+
+    def note_number(self, size: ObservedSize, operation: str) -> None:
+        """Warn of Python's arithmetic."""
+        if operation:
+            _warn(size, operation)
+
+    def note_comparison(self, size: ObservedSize, name: str, other: float, outcome: bool, operation: str) -> None:
+        """Warn of a comparison that the true size would decide otherwise."""
+        if _decides_otherwise(size, COMPARISONS[name][1], other, outcome):
+            _warn(size, operation)
 
     def __torch_function__(
         self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         name = getattr(func, "__name__", "")
+        operation = "slicing" if name == "__getitem__" else "arithmetic" if name in VALUES else name
+        sizes: Sequence[int] = find_sizes((args, kwargs or {}))
         if name == "__len__" and isinstance(args[0], PaddedTensor) and args[0].dim():
-            for size in find_sizes([args[0].shape[0]]):
-                if isinstance(size, WatchedSize):
-                    size.warn("len(x)")
+            sizes, operation = args[0].shape[:1], "len(x)"
+        elif not any(issubclass(kind, PaddedTensor) for kind in types):
+            operation += " of plain tensors"
+        elif sizes and ops.is_in_compiled_function() and not _is_same_compiled(func, args):
+            operation += " in compiled code"
         else:
-            operation = "slicing" if name == "__getitem__" else "arithmetic" if name in VALUES else name
-            is_plain = not any(issubclass(kind, PaddedTensor) for kind in types)
-            for size in find_sizes((args, kwargs or {})):
-                if isinstance(size, WatchedSize) and is_plain:
-                    size.warn(f"{operation} of plain tensors")
-                elif (
-                    isinstance(size, WatchedSize)
-                    and ops.is_in_compiled_function()
-                    and not _is_same_compiled(func, args)
-                ):
-                    size.warn(f"{operation} in compiled code")
+            sizes = []
+        for size in sizes:
+            if isinstance(size, ObservedSize):
+                _warn(size, operation)
         return func(*args, **(kwargs or {}))
 
 
@@ -248,11 +155,11 @@ def watch_size_arithmetic() -> Iterator[None]:
 def watch_sizes() -> Iterator[None]:
     """Warn where the number of a bucket's size is used, without looking at index tensors."""
     with _Watch() as mode:
-        active_modes.append(mode)
+        watchers.append(mode)
         try:
             yield
         finally:
-            active_modes.pop()
+            watchers.pop()
 
 
 def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
@@ -271,7 +178,7 @@ def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
 def shape_of(x: PaddedTensor) -> torch.Size:
     """The bucket shape; see `PaddedSize`."""
     known = x._known_shape
-    if known is not None and known[0] is x._dims and known[1] is x._sizes and not active_modes:
+    if known is not None and known[0] is x._dims and known[1] is x._sizes and not watchers:
         return known[2]
     shape, sizes = x._dense.shape, x._sizes
     padded = _padded_sizes(x._dims) if sizes is not None else ()
@@ -281,17 +188,15 @@ def shape_of(x: PaddedTensor) -> torch.Size:
     for d, size, text in padded:
         if type(shape[d]) is not int:
             return shape
-        if active_modes:
-            numbers[d] = WatchedSize.of(shape[d], size, sizes, f"dim {d} (true size {text})")
-        elif noting.into is not None:
-            numbers[d] = DecidingSize(shape[d], size, sizes)
+        if watchers or noting.into is not None:
+            numbers[d] = _observed(shape[d], size, sizes, f"dim {d} (true size {text})")
         else:
             # As its constructor does, without the call: models read many shapes.
             number = int.__new__(PaddedSize, shape[d])
             number.size, number.sizes, number.text = size, sizes, text
             numbers[d] = number
     shape = torch.Size(numbers)
-    if not active_modes:
+    if not watchers:
         x._known_shape = x._dims, sizes, shape
     return shape
 
@@ -302,9 +207,15 @@ def numel_of(x: PaddedTensor, bucket: int) -> int:
     if sizes is None or type(bucket) is not int or sizes.rows is not None or not _padded_sizes(x._dims):
         return bucket
     size = multiplied(*map(size_of, x._dims))
-    if active_modes:
-        return WatchedSize.of(bucket, size, sizes, "all dims")
-    return (PaddedSize if noting.into is None else DecidingSize)(bucket, size, sizes)
+    is_observed = watchers or noting.into is not None
+    return _observed(bucket, size, sizes, "all dims") if is_observed else PaddedSize(bucket, size, sizes)
+
+
+def _observed(bucket: int, size: Size, sizes: TrueSizes, dim: str) -> ObservedSize:
+    """Return a size that is observed; the dim as a warning names it."""
+    number = ObservedSize(bucket, size, sizes)
+    number.origin = f"the bucket of {dim}"
+    return number
 
 
 @functools.lru_cache(4096)

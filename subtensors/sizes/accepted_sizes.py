@@ -168,8 +168,7 @@ class ConsideredSizes:
 
     @functools.cached_property
     def _points(self) -> SizeGrid:
-        columns = np.meshgrid(*self.axes, indexing="ij")
-        return SizeGrid({dim.symbol: c.ravel() for dim, c in zip(self.dims, columns, strict=True)})
+        return SizeGrid(dict(zip([dim.symbol for dim in self.dims], np.ix_(*self.axes), strict=True)))
 
     def where(self, condition: sympy.Basic, is_certain: bool = False) -> np.ndarray:
         """Return where a condition holds, as a mask over the grid.
@@ -182,7 +181,7 @@ class ConsideredSizes:
             NotEvaluated: the condition contains an unknown function.
         """
         holds, doubtful = self._points.holds(condition)
-        return (holds & ~doubtful if is_certain else holds).reshape(self.shape)
+        return holds & ~doubtful if is_certain else holds
 
     def where_all(self, conditions: Sequence[sympy.Basic]) -> np.ndarray:
         """Return where all of a path's conditions certainly hold; nowhere if one of them is beyond evaluation."""

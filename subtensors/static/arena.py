@@ -15,7 +15,7 @@ from it, and maps physical memory behind the range in chunks, when tensors need 
 While the arena is released a kernel that accesses the range would fault, so `release()` replaces the class of every
 tensor over it by one that refuses ops (`dispatch/graphs/released_tensors.py`), and is refused while an autograd graph
 has saved one of them. `Arena.guard` makes the replay of a graph raise until `restore()`. `allocation.py` allocates
-addresses and maps chunks, `offload.py` copies the contents to pages of `pinned_staging.py` and back, and `mem_pool.py`
+addresses and maps chunks, `offload.py` copies the contents to pages of the host and back, and `mem_pool.py`
 lets torch's own allocator use the range.
 """
 

@@ -35,6 +35,17 @@ def test_a_branch_of_compiled_code_counts_in_every_bucket(
     assert all("decides a branch otherwise than its bucket" in reason for reason in stats.fallbacks)
 
 
+@pytest.mark.parametrize("check", ["first", False])
+def test_a_branch_on_a_float_counts_as_one_on_a_whole_number(check: Literal["first", False]) -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.sum(1) * 2 if 4.5 < x.shape[1] < 6.5 else x.sum(1)
+
+    run = st.bucketed(program, {"x": {1: N}}, check=check)
+    for n in (7, 8, 3, 5, 6, 4):
+        x = torch.rand(2, n)
+        torch.testing.assert_close(run(x), program(x))
+
+
 @pytest.mark.parametrize("compiled", [False, {"backend": "eager"}])
 @pytest.mark.parametrize("check", ["first", False])
 def test_an_op_that_needs_elements_raises_torchs_error_in_each_call_without_them(

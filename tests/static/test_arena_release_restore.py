@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
-from subtensors.static import pinned_staging
+from subtensors.static import offload
 
 MIB = 1 << 20
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 def test_contents_and_addresses_survive_release_and_restore(
     device: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_staging, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(offload, "_PIECE_BYTES", piece)
     arena = st.Arena(device, chunk="2MiB")
     torch.manual_seed(0)
     tensors = [arena.static(torch.randn(n, device=device)) for n in (3, 700_000, 1_300_000, 5)]
@@ -254,7 +254,7 @@ def test_out_of_host_memory_on_release_frees_nothing_and_restores_the_tensors(
         raise MemoryError("the host is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pinned_staging, "_allocate_piece", full)
+        patch.setattr(offload, "_allocate_piece", full)
         with pytest.raises(MemoryError):
             arena.release()
     assert not arena.released

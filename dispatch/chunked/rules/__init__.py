@@ -2,7 +2,6 @@
 
 from subtensors.dispatch.chunked.record import RULES, record
 from subtensors.dispatch.chunked.rules import (  # noqa: F401
-    along_dim,
     carried_dims,
     contractions,
     copies,

@@ -1,4 +1,4 @@
-"""Reductions: over other dims in each chunk; over the rows by combining the parts of the chunks."""
+"""Reductions: over other dims in each chunk; over the rows by combining the parts of the chunks. A softmax is two."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.autograd.function import FunctionCtx
 
-from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, infer, record
+from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, emit, replicated
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, chunk_dim_size, infer, record
 from subtensors.dispatch.ops.dims import listed
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.reduction_dims import SUM, monoid_of
@@ -193,6 +193,34 @@ def _squared_magnitudes(value: LazyValue) -> LazyValue:
         return record(aten.pow.Tensor_Scalar, value, 2)  # type: ignore[no-any-return]
     squares = record(aten.pow.Tensor_Scalar, record(aten.view_as_real.default, value), 2)
     return record(aten.sum.dim_IntList, squares, [-1])  # type: ignore[no-any-return]
+
+
+@RULES.register(aten._softmax, aten._log_softmax, across=True)
+def softmax(call: ChunkedCall, dim: int) -> LazyValue:
+    """Record exp(x - M) / S over the rows, with their maximum M and S = sum exp(x - M)."""
+    (value,), dtype = call.chunked, call.infer().dtype
+    accurate = cast(value, arithmetic_dtype(dtype))
+    top = record(aten.amax.default, record(aten.detach.default, accurate), [dim], True)
+    shifted = record(
+        aten.sub.Tensor, accurate, record(aten.where.ScalarOther, record(aten.isfinite.default, top), top, 0)
+    )
+    exponentials = record(aten.exp.default, shifted)
+    total = record(aten.sum.dim_IntList, exponentials, [dim], True)
+    if call.op is aten._log_softmax.default:
+        return cast(record(aten.sub.Tensor, shifted, record(aten.log.default, total)), dtype)
+    return cast(record(aten.div.Tensor, exponentials, total), dtype)
+
+
+@RULES.register(aten.native_group_norm)
+def group_norm(call: ChunkedCall) -> PyTree:
+    """Normalize the samples of each chunk, with replicated weights."""
+    value: LazyValue = call["input"]
+    layout = value.layout
+    if layout is None or layout.dim != 0:
+        raise call.unchunkable("it normalises the rows, or they are not its input's")
+    metas = call.infer()
+    call.replace("N", chunk_dim_size(layout))
+    return call.emit([layout] * 3, layout.axis, lambda v: v if v is value else replicated(v), metas=metas)
 
 
 # Sums are accumulated in a wider dtype; the gradient of an extreme is divided among its ties; the rest has no monoid.
