@@ -67,7 +67,9 @@ def arguments(config: type, folder: str, job: Job, **more: object) -> Any:
 def as_trained(trainer: Any) -> Any:
     """Return a trainer whose model is patched as `train()` would patch it when it begins."""
     if trainer.args.use_liger_kernel:
-        import_module("transformers.integrations.liger").apply_liger_kernel(trainer.model, None)
+        import_module("transformers.integrations.liger").apply_liger_kernel(
+            trainer.model, trainer.args.liger_kernel_config
+        )
     return trainer
 
 
@@ -101,10 +103,13 @@ TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo}
 
 CUDNN = SDPBackend.CUDNN_ATTENTION
 
+LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+"""Liger's kernels for layers: TRL's chunked scores need the forward that Liger's loss would replace."""
+
 WAYS: dict[str, tuple[dict[str, object], dict[str, Any] | None]] = {
     "TRL": ({}, None),
     "TRL, cuDNN": ({}, {"loss": None, "attention": CUDNN}),
-    "TRL, Liger": ({"use_liger_kernel": True}, None),
+    "TRL, Liger, cuDNN": (LIGER, {"loss": None, "attention": CUDNN}),
     "apply_to_trainer": ({}, {"optimizer": "adamw"}),
     "apply_to_trainer, compile": ({}, {"optimizer": "adamw", "compile": True}),
     "apply_to_trainer, compile, cuDNN": ({}, {"optimizer": "adamw", "compile": True, "attention": CUDNN}),
