@@ -44,8 +44,7 @@ def model(name: str) -> Any:
 def by_a_plan(name: str, folder: Path) -> nn.Module:
     """Sharded by the plan of transformers, as a model is loaded."""
     rank = dist.get_rank()
-    # Transformers would put each rank on a GPU of its own, where there are GPUs.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     mesh = init_device_mesh("cpu", (2,))
     load = transformers.AutoModelForCausalLM.from_pretrained
     found: nn.Module = load(folder / name, tp_plan="auto", device_mesh=mesh, dtype=torch.float64).train()
@@ -101,7 +100,10 @@ def every_way(folder: Path) -> None:
             applied.revert()
 
 
-def test_loss_and_gradients_of_a_sharded_head_are_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_loss_and_gradients_of_a_sharded_head_are_those_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers would put each rank on a GPU of its own
     for name in MODELS:
         model(name).save_pretrained(tmp_path / name)
     on_two_ranks(every_way, tmp_path)
