@@ -7,6 +7,7 @@ forward and backward. Attention, residual sums and the Python of layers are as t
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -14,14 +15,14 @@ from types import MethodType, ModuleType
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from subtensors.dispatch.torch_internals.compiler import recomputing_what_fuses
 from subtensors.integrations.undo import keep
 
 
 class CompiledPart:
-    """A function that is compiled where gradients are recorded, and called as it is elsewhere, as in `generate`.
+    """A function that is compiled for plain tensors where gradients are recorded, and called as it is elsewhere.
 
     Args:
         plain: the function.
@@ -36,7 +37,8 @@ class CompiledPart:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the function."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        is_plain = all(type(x) is Tensor for x in args if isinstance(x, Tensor))
+        if not is_plain or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         with recomputing_what_fuses():
             return self.compiled(*args, **kwargs)
@@ -55,7 +57,7 @@ def compile_pointwise(model: nn.Module, undo: ExitStack) -> None:
     classes = {cls for module in model.modules() for cls in type(module).__mro__}  # FSDP2 derives some
     rotated = [file for name in {cls.__module__ for cls in classes} if hasattr(file := sys.modules[name], _ROTARY)]
     for file in rotated:
-        _share(file, undo)
+        _share(file, model, undo)
     if not parts and not rotated:
         raise TypeError(
             f'compile="pointwise" takes a model with norms, MLPs or rotary embeddings of transformers, and '
@@ -69,8 +71,8 @@ def _is_compiled(part: nn.Module) -> bool:
     return named and isinstance(part.forward, MethodType)  # hooks of accelerate put another in its place
 
 
-def _share(file: ModuleType, undo: ExitStack) -> None:
-    """Compile a file's rotary embedding until the last model that asked for it is reverted."""
+def _share(file: ModuleType, model: nn.Module, undo: ExitStack) -> None:
+    """Compile a file's rotary embedding until the last model that asked for it is reverted or gone."""
     names = vars(file)
     if not isinstance(names[_ROTARY], CompiledPart):
         names[_ROTARY] = CompiledPart(names[_ROTARY])
@@ -82,7 +84,8 @@ def _share(file: ModuleType, undo: ExitStack) -> None:
         if not rotary.users and names[_ROTARY] is rotary:
             names[_ROTARY] = rotary.plain
 
-    undo.callback(release)
+    undo.callback(finalizer := weakref.finalize(model, release))
+    finalizer.atexit = False
 
 
 _ROTARY = "apply_rotary_pos_emb"

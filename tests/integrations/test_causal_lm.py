@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import io
 from collections import Counter
@@ -309,14 +310,21 @@ def test_compiled_parts_err_as_plain_ones_and_all_layers_and_lengths_share_a_few
     assert len(graphs) == count
 
 
-def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted() -> None:
+def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted_or_gone() -> None:
+    gc.collect()  # of models of other tests
     file = vars(importlib.import_module("transformers.models.llama.modeling_llama"))
     plain = file["apply_rotary_pos_emb"]
-    first, second = (apply(causal_lm(), compile="pointwise") for _ in range(2))
+    models = [causal_lm() for _ in range(2)]
+    first, second = (apply(model, compile="pointwise") for model in models)
     shared = file["apply_rotary_pos_emb"]
     first.revert()
     assert file["apply_rotary_pos_emb"] is shared is not plain
     second.revert()
+    assert file["apply_rotary_pos_emb"] is plain
+    apply(models[0], compile="pointwise")
+    assert file["apply_rotary_pos_emb"] is not plain
+    models.clear()
+    gc.collect()
     assert file["apply_rotary_pos_emb"] is plain
 
 
