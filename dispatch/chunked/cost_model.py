@@ -205,7 +205,7 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
         memory += min(PIECE_BYTES, shape.weight_grad_bytes)
     gives_exponentials = shape.exponentials and is_worth_exponentials(rows, shape.classes, shape.width)
     if gives_exponentials:
-        memory += rows * chunk_row_bytes(shape.classes, shape.itemsize)
+        memory += rows * chunk_row_bytes(shape.classes)
         memory += rows * shape.width * shape.itemsize * (not shape.needs_hidden)
     moved = (2.0 if gives_exponentials else 3.0) * shape.logits_bytes + shape.weight_grad_bytes
     moved += 2 * (chunks - 1) * (shape.weight_grad_bytes + extra) + 2 * extra

@@ -137,10 +137,10 @@ def linear_cross_entropy_loss(
     if bias is not None and bias.dtype != hidden.dtype:
         return None
     axis, policy = layout.axis, layout.axis.policy
-    exponentials = needs_grad and shard is None and takes_exponentials(hidden, weight, bias, target, options)
-    shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None, exponentials)
-    chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
     with without_ambient_modes(needs_grad):
+        exponentials = needs_grad and shard is None and takes_exponentials(hidden, weight, bias, target, options)
+        shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None, exponentials)
+        chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
         loss = differentiable_cross_entropy(
             hidden, weight, target, bias, options=options, schedule=chunks.schedule, shard=shard
         )

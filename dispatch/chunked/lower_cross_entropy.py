@@ -76,7 +76,7 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
     summed = weight.dtype if logits.layout.axis.policy.exact else hidden.dtype
     sizes = logits.shape[0], hidden.shape[1], weight.shape[0]
     plain = found.bias is None and found.transforms.softcap is None and shard is None
-    exponentials = plain and any(needs) and head_has_exponentials(hidden.dtype, *sizes[1:], logits.device)
+    exponentials = plain and any(needs) and head_has_exponentials(hidden.dtype, *sizes[1:], logits.device, False)
     shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None, exponentials)
     chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
     return f"their cross entropy would take {chunks}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowStatistics
-from subtensors.kernels.cross_entropy.logits_block import LinearHead
+from subtensors.kernels.cross_entropy.logits_block import LinearHead, product_into
 from subtensors.kernels.runtime.async_compile import wait_for_triton
 from subtensors.kernels.runtime.launcher import CachedLauncher, is_capturing, launching_on, multiprocessors
 
@@ -25,23 +25,28 @@ COLUMNS = 128
 SAMPLES = 256
 """The logits of a row that its shift is taken from."""
 
-MARGIN = 58.0
-"""The powers of two between the largest of these and the shift."""
+MARGIN = 85.0
+"""The powers of two that the shift is above the largest of these and the target's logit. Another logit may be 175
+powers of two above that; what is more than 41 below it is lost."""
 
 MOST_WIDTH, LEAST_ELEMENTS = 3072, 2**35
-"""The width up to which reading logits takes longer than what a library's product is faster by, and the
-multiplications of a chunk's product from which on the further launches are worth it: those of an H100."""
+"""The width above which cuBLAS's faster product outweighs the pass over logits that is saved, and the multiplications
+of a chunk's product from which on the further launches are worth it: those of an H100."""
 
 HIDDEN_BLOCKS, WEIGHT_BLOCKS, TILES = 3, 6, 8
 """The blocks in the kernel's rings, and the rows of tiles that meet in the L2: the fastest on an H100."""
+
+LEAST_WIDTH = 64 * (WEIGHT_BLOCKS - 2) + 1
+"""So wide that the ring of W's blocks keeps the warps of one half of a tile from being two tiles ahead of the other's,
+which wait for them by the parity of a barrier."""
 
 _log = logging.getLogger(__name__)
 _works: dict[torch.device, bool] = {}
 
 
-def chunk_row_bytes(classes: int, itemsize: int) -> int:
+def chunk_row_bytes(classes: int) -> int:
     """Return the bytes of a chunk's row beside E: the sums and the sampled logits."""
-    return 4 * -(-classes // COLUMNS) + SAMPLES * itemsize
+    return 4 * (-(-classes // COLUMNS) + SAMPLES)
 
 
 def is_worth_exponentials(rows: int, classes: int, width: int) -> bool:
@@ -53,14 +58,23 @@ def is_worth_exponentials(rows: int, classes: int, width: int) -> bool:
     return rows * width * classes >= LEAST_ELEMENTS
 
 
-def head_has_exponentials(dtype: torch.dtype, width: int, classes: int, device: torch.device) -> bool:
+def head_has_exponentials(
+    dtype: torch.dtype, width: int, classes: int, device: torch.device, tries: bool = True
+) -> bool:
     """Return whether the products of a head without bias, (V, H), give exponentials on a device.
+
+    Args:
+        dtype: of the hidden states.
+        width, classes: H, V.
+        device: of the hidden states.
+        tries: whether to try the kernel where that was not done yet.
 
     >>> head_has_exponentials(torch.bfloat16, 768, 50304, torch.device("cpu"))
     False
     """
-    fits = width % 8 == 0 and 64 < width <= MOST_WIDTH and classes % COLUMNS == 0 and classes >= SAMPLES
-    return dtype == torch.bfloat16 and device.type == "cuda" and fits and kernel_works(device)
+    if dtype != torch.bfloat16 or device.type != "cuda" or width % 8 or classes % COLUMNS or classes < SAMPLES:
+        return False
+    return LEAST_WIDTH <= width <= MOST_WIDTH and (kernel_works(device) if tries else _works.get(device, False))
 
 
 def takes_exponentials(
@@ -78,6 +92,7 @@ def takes_exponentials(
     return (
         hidden.is_cuda
         and type(hidden) is Tensor
+        and hidden.dtype == torch.bfloat16
         and target.dim() == 1
         and bias is None
         and options.softcap is None
@@ -95,28 +110,29 @@ def kernel_works(device: torch.device) -> bool:
     if device not in _works:
         if torch.cuda.get_device_capability(device) != (9, 0):
             return _works.setdefault(device, False)
-        if is_capturing(device):
-            return False
-        _works[device] = _is_right(device)
+        with launching_on(device):
+            if is_capturing(device):
+                return False
+            _works[device] = _is_right(device)
     return _works[device]
 
 
+@torch.no_grad()
 def _is_right(device: torch.device) -> bool:
-    numbers = torch.arange(1024 * 192, device=device, dtype=torch.float32).mul_(0.37).cos_().view(1024, 192).bfloat16()
-    hidden, weight, shifts = numbers[:300], numbers[:384], torch.full((300,), 3.0, device=device)
-    memory = [(torch.empty(300, 384, device=device, dtype=x), torch.empty(3, 300, device=device)) for x in _DTYPES]
-    try:
-        wait_for_triton()
-        product_by_kernel(hidden, weight, shifts, 0.25, *memory[0])
-    except Exception as error:
-        _log.info("cross entropies compute logits on %s: %s: %s", device, type(error).__name__, error)
-        return False
-    product_by_torch(hidden, weight, shifts, 0.25, *memory[1])
-    (found, sums), (exact, exact_sums) = memory
-    return found.float().allclose(exact, rtol=1e-2) and sums.allclose(exact_sums, rtol=1e-3)
-
-
-_DTYPES = torch.bfloat16, torch.float32
+    with torch.autocast("cuda", enabled=False):
+        exact = torch.arange(384 * 320, device=device, dtype=torch.float32).mul_(0.37).cos_().view(384, 320)
+        numbers = exact.bfloat16()
+        operands = numbers[:300], numbers, exact.new_full((300,), 3.0), 0.25
+        found = numbers.new_empty(300, 384), exact.new_empty(3, 300)
+        expected = exact.new_empty(300, 384), exact.new_empty(3, 300)
+        try:
+            wait_for_triton()
+            product_by_kernel(*operands, *found)
+        except Exception as error:
+            _log.info("cross entropies compute logits on %s: %s: %s", device, type(error).__name__, error)
+            return False
+        product_by_torch(*operands, *expected)
+        return found[0].float().allclose(expected[0], rtol=1e-2) and found[1].allclose(expected[1], rtol=1e-3)
 
 
 def product_by_kernel(
@@ -211,7 +227,8 @@ class ExponentialPasses:
         shifts, targets = statistics.row_max, self.class_indices
         assert self._sums is not None
         sums = self._sums[: classes // COLUMNS * rows].view(-1, rows)
-        samples = torch.mm(hidden[begin:end], weight[:: classes // SAMPLES][:SAMPLES].t())
+        samples = sums.new_empty(rows, SAMPLES)
+        product_into(samples, hidden[begin:end], weight[:: classes // SAMPLES][:SAMPLES].t(), accumulate=False)
         _launch("shifts_kernel")(
             rows,
             (hidden, weight, targets, samples, shifts, statistics.target_logit),
@@ -227,7 +244,8 @@ class ExponentialPasses:
             rows,
             (
                 *(sums, found, hidden, weight, targets, shifts, statistics.sum_exp, statistics.target_logit),
-                *(self._inverses, self._at_targets, *self.factors[:3], found if scaled is None else scaled),
+                *(self._inverses, self._at_targets, *self.factors[:3]),
+                found if scaled is None else scaled,  # which is not written then
             ),
             *(begin, rows, classes, width, scale, temperature),
             HAS_Z_LOSS=self.options.z_loss != 0,

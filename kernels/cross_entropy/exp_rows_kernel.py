@@ -1,12 +1,16 @@
 """Triton kernels beside a product whose epilogue has exponentials: shifts of rows, their statistics, what targets add.
 
-With y = X W^T / T, the product has E_k = exp(y_k - c) of each row, c a shift that is near enough the largest y: E has
-float32's range of exponents. From its sum s follow L = c + log s and p_k = E_k / s, and the gradient of the loss,
-G = a p - b [k = target], is never written: E is 0 at the target, and the target's part is apart,
+With y = X W^T / T, the product has E_k = exp(y_k - c) of each row in bfloat16, which has float32's range, and the sums
+of E over blocks of columns. The shift c lies above the largest y by no more than that range allows. From
+e = exp(y_t - c) of the target, in float32, and the sum r of all other E follow s = r + e, L = c + log s and
+p_k = E_k / s. The gradient of the loss is a p - b [k = target], where a and b are `grad_softmax` and `grad_target` of
+`GradientFactors`, z-loss added. It is never written: E is 0 at the target, and the target's part is apart,
 
-    dX = (a / s) E W + (a p_t - b) W_t,      dW = E^T ((a / s) X) + (a p_t - b) X at the targets' rows,
+    dX = (a / s) E W + g W_t,      dW = E^T ((a / s) X) + g X at the targets' rows,      g = (a - b) - a r / s
 
-so that neither the rounding of (a / s) X nor the cancellation of p_t and 1 touches it.
+so that the rounding of (a / s) X does not touch it; nor does p_t - 1 cancel, as r has all but the target.
+
+Shifts and targets' logits are in powers of two between these kernels: y log2(e).
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ from subtensors.kernels.runtime.triton_compat import tl, triton
 
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
-LARGEST_SUM = tl.constexpr(2.0**64)
-"""Beyond it a row's own shift is taken: (a / s) is then still no subnormal number."""
+SMALLEST_SUM, LARGEST_SUM, LARGEST_FACTOR = tl.constexpr(2.0**-110), tl.constexpr(2.0**90), tl.constexpr(2.0**100)
+"""A row whose s, or a / s, is outside of these takes a shift of its own: E may have overflowed, or lost bits."""
+
+COLUMNS = tl.constexpr(128)
+"""The columns of E whose sum is one number."""
 
 
 @triton.jit
@@ -24,10 +31,9 @@ def shifts_kernel(
     hidden, weight, targets, samples, shifts, target_logits, first, width, scale, MARGIN: tl.constexpr,
     SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute c of each row, and the logit of its target, both in powers of two; an ignored row's E will be 0.
+    """Compute c of each row and the logit of its target; the E of an ignored row will be 0.
 
-    The largest of some logits and the target's is no bound of the others. With MARGIN above it as the shift, E has
-    room for logits that are 64 + MARGIN powers of two larger, and for some that are 126 - MARGIN smaller.
+    c is MARGIN above the largest of some logits and the target's.
     """
     row = first + tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -55,64 +61,77 @@ def rows_kernel(
     """Complete a row: its statistics and factors, 0 over E at the target, and (a / s) X for the product of dW.
 
     Args:
-        sums: (SUMS, rows), of E over parts of the columns.
+        sums: (SUMS, rows), of E over blocks of columns.
         exponentials: E, (rows, V).
-        shifts: c, in powers of two; becomes the row's maximum of `RowStatistics`, nearly.
-        sum_exps, target_logits: of `RowStatistics`; the logit comes in powers of two.
-        inverses: a / s, without the temperature's share in the logits.
-        at_targets: a p_t - b.
+        shifts: c; becomes the row's maximum of `RowStatistics`, nearly.
+        sum_exps, target_logits: of `RowStatistics`.
+        inverses: a / s, over the temperature.
+        at_targets: g, likewise.
         scaled: (rows, H), written where SCALES.
         scale: of the product in E's exponents.
-
-    A row whose sum is out of range is computed again, from its own largest logit.
     """
     place = tl.program_id(0).to(tl.int64)
     row = first + place
     target = tl.load(targets + row)
     valid = target >= 0
-    part = tl.arange(0, BLOCK_SUMS)
-    total = tl.sum(tl.load(sums + part.to(tl.int64) * rows + place, mask=part < SUMS, other=0.0), 0)
+    power = tl.load(target_logits + row)
     shift = tl.load(shifts + row)
-    is_right = tl.where(valid, (total > 0.0) & (total < LARGEST_SUM), total == 0.0)  # NaN is not
-    if is_right == 0:
-        shift = tl.full((), 0.0, tl.float32)
-        total = tl.full((), 0.0, tl.float32)
+    grad = tl.load(grad_softmax + row)
+    # Of the target's block, E itself without the target.
+    block = tl.where(valid, target // COLUMNS, -1)
+    part = tl.arange(0, BLOCK_SUMS)
+    own_sums = tl.load(sums + part.to(tl.int64) * rows + place, mask=(part < SUMS) & (part != block), other=0.0)
+    near = block * COLUMNS + tl.arange(0, COLUMNS)
+    is_beside = (near < tl.where(valid, classes, 0)) & (near != target)
+    beside = tl.load(exponentials + place * classes + near, mask=is_beside, other=0.0).to(tl.float32)
+    rest = tl.sum(own_sums, 0) + tl.sum(beside, 0)
+    total = rest + tl.exp2(power - shift)
+    in_range = (total > SMALLEST_SUM) & (total < LARGEST_SUM) & (tl.abs(grad) < total * LARGEST_FACTOR)
+    if valid & (in_range == 0) & (total == total):  # again, from the row's own largest logit
+        shift = power
+        rest = tl.full((), 0.0, tl.float32)
         for turn in range(2):  # the largest logit, then exponentials
             largest = tl.full((BLOCK_CLASSES,), float("-inf"), tl.float32)
             for first_class in range(0, classes, BLOCK_CLASSES):
                 of = first_class + tl.arange(0, BLOCK_CLASSES)
-                power = tl.zeros((BLOCK_CLASSES,), tl.float32)
+                others = tl.zeros((BLOCK_CLASSES,), tl.float32)
                 for start in range(0, width, BLOCK):
                     column = start + tl.arange(0, BLOCK)
-                    x = tl.load(hidden + row * width + column, mask=column < tl.where(valid, width, 0), other=0.0)
+                    x = tl.load(hidden + row * width + column, mask=column < width, other=0.0)
                     at = weight + of.to(tl.int64)[:, None] * width + column[None, :]
                     w = tl.load(at, mask=(of < classes)[:, None] & (column < width)[None, :], other=0.0)
-                    power += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-                power *= scale
+                    others += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+                others = tl.where((of < classes) & (of != target), others * scale, float("-inf"))
                 if turn == 0:
-                    largest = tl.maximum(largest, tl.where(of < classes, power, float("-inf")))
+                    largest = tl.maximum(largest, others)
                 else:
-                    found = tl.where(of < tl.where(valid, classes, 0), tl.exp2(power - shift), 0.0)
-                    total += tl.sum(found, 0)
+                    found = tl.exp2(others - shift)
+                    rest += tl.sum(found, 0)
                     at = exponentials + place * classes + of
                     tl.store(at, found.to(exponentials.dtype.element_ty), mask=of < classes)
             if turn == 0:
-                shift = tl.max(largest, 0)
-        tl.debug_barrier()  # E at the target is written again below
-    power = tl.load(target_logits + row)
+                shift = tl.maximum(tl.max(largest, 0), power)
+        total = rest + tl.exp2(power - shift)
+    if (target < 0) & (total != 0.0):  # what an ignored row holds is no number
+        for first_class in range(0, classes, BLOCK):
+            of = first_class + tl.arange(0, BLOCK)
+            nothing = tl.zeros((BLOCK,), exponentials.dtype.element_ty)
+            tl.store(exponentials + place * classes + of, nothing, mask=of < classes)
+    own = tl.exp2(power - shift)
     total = tl.where(valid, total, 1.0)
-    grad = tl.load(grad_softmax + row)
     if HAS_Z_LOSS:
         grad += tl.load(grad_z_loss + row) * (shift + tl.log2(total)) * LN_2
     inverse = tl.where(valid, grad / total / temperature, 0.0)
-    of_target = grad * tl.exp2(power - shift) / total - tl.load(grad_target + row)
+    of_target = grad - tl.load(grad_target + row) - grad * (rest / total)
+    tl.debug_barrier()  # all has been read that is written over
     tl.store(inverses + row, inverse)
     tl.store(at_targets + row, tl.where(valid, of_target / temperature, 0.0))
-    # The sum without its power of two, which the shift takes: both are then as exact as beside the largest logit.
+    # A likely target's logit is the row's maximum; else the shift takes the power of two of the sum.
     exponent = tl.floor(tl.log2(total))
     exponent = tl.where(valid & (exponent == exponent) & (exponent < 1024.0) & (exponent > -1024.0), exponent, 0.0)
-    tl.store(sum_exps + row, total * tl.exp2(-exponent))
-    tl.store(shifts + row, tl.where(valid, (shift + exponent) * LN_2, 0.0))
+    is_likely = valid & (own >= rest)
+    tl.store(sum_exps + row, tl.where(is_likely, 1.0 + rest / own, total * tl.exp2(-exponent)))
+    tl.store(shifts + row, tl.where(valid, tl.where(is_likely, power, shift + exponent) * LN_2, 0.0))
     tl.store(target_logits + row, power * LN_2)
     tl.store(exponentials + place * classes + target, 0.0, mask=valid)
     if SCALES:

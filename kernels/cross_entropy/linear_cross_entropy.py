@@ -169,8 +169,13 @@ class Problem(LinearHead):
         kernels = uses_kernels(self.hidden, self.kernels)
         return LossPasses(self.row_loss, self.hidden.device, kernels, self.has_complete_rows)
 
-    def exponentials(self, rows: int) -> ExponentialPasses | None:
-        """Return the passes by exponentials, for chunks of at most some rows; None where logits are computed."""
+    def exponentials(self, rows: int, most_rows: int) -> ExponentialPasses | None:
+        """Return the passes by exponentials; None where logits are computed.
+
+        Args:
+            rows: of a chunk.
+            most_rows: of the longest one.
+        """
         if not self.has_complete_rows or self.kernels is False:
             return None
         if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):
@@ -179,7 +184,7 @@ class Problem(LinearHead):
             return None
         indices = self.row_loss.targets.class_indices
         assert indices is not None
-        return ExponentialPasses(self, indices, self.options, self.passes.statistics, self.factors, rows)
+        return ExponentialPasses(self, indices, self.options, self.passes.statistics, self.factors, most_rows)
 
     def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
         """Return the loss, and these gradients in the dtypes of their operands."""
@@ -263,7 +268,7 @@ def _by_rows(problem: Problem, rows: int, exact: bool) -> LossAndGradients:
     early, late = _row_parts(*problem.hidden.shape, classes, rows, TILE if is_summed else None)
     problem.has_complete_rows = any(problem.needs)
     sums, number = None, len(early) + len(late)
-    exponentials = problem.exponentials((early or late or [(0, 0)])[0][1])
+    exponentials = problem.exponentials(min(rows, problem.hidden.shape[0]), (early or late or [(0, 0)])[0][1])
     for chunks in filter(None, (early, late)):
         if sums is not None:
             sums.gather()

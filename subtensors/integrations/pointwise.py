@@ -29,7 +29,8 @@ class CompiledPart:
     """
 
     def __init__(self, plain: Callable[..., object]) -> None:
-        self.plain, self.compiled = plain, torch.compile(plain)
+        # Dropout draws as eager code does: a checkpoint may run its parts in both.
+        self.plain, self.compiled = plain, torch.compile(plain, options={"fallback_random": True})
         self.users = 0
 
     def __reduce__(self) -> tuple[type[CompiledPart], tuple[Callable[..., object]]]:

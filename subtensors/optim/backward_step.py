@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state, make_state
+from subtensors.optim.options import ParamGroup
+from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state
 from subtensors.optim.step import StepFunction, Updater, accumulates
 
 _lock = threading.Lock()
@@ -34,33 +35,40 @@ class PartedOptimizer(SavedOptimizer, Protocol):
 def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
     """Give each parameter that requires a gradient a hook that updates it; see `Optimizer.step_in_backward`."""
     _refuse(optimizer)
-    drop_provisional_state(optimizer)
-    make_state(optimizer)
     optimizer._parts, handles = {}, []
     for index, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
+        for position, p in enumerate(group["params"]):
             if p.requires_grad:
                 part = optimizer._parts[p] = object.__new__(type(optimizer))
-                part._updater, part.param_groups = Updater(type(optimizer), optimizer._fusion), [{"params": [p]}]
-                hook = partial(_update, weakref.ref(optimizer), index)
+                part._updater, part.param_groups = Updater(type(optimizer), optimizer._fusion), []
+                hook = partial(_update, weakref.ref(optimizer), (index, position))
                 handles.append(p.register_post_accumulate_grad_hook(hook))
     return handles
 
 
 @torch.no_grad()
-def _update(owner: weakref.ref[PartedOptimizer], index: int, p: Tensor) -> None:
-    """Update a parameter of the group with this index, and drop its gradient."""
+def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tensor) -> None:
+    """Update a parameter that was at this place of the groups, and drop its gradient, unless no group has it now."""
     optimizer = owner()
-    if optimizer is None:
+    group = None if optimizer is None else _group_of(p, optimizer.param_groups, *place)
+    if optimizer is None or group is None:
         return
     with _lock:
         _refuse(optimizer)
+        drop_provisional_state(optimizer)
         part = optimizer._parts[p]
-        group = optimizer.param_groups[index] | {"params": part.param_groups[0]["params"]}
-        own = {"param_groups": [group], "_updater": part._updater, "_parts": {}}
+        own = {"param_groups": [group | {"params": [p]}], "_updater": part._updater, "_parts": {}}
         vars(part).update(vars(optimizer) | own)
         part._updater.update_all(part)
     p.grad = None
+
+
+def _group_of(p: Tensor, groups: list[ParamGroup], index: int, position: int) -> ParamGroup | None:
+    """Return the group of a parameter, which it was found in at some position before; None if none has it."""
+    held = [cast(list[Tensor], group["params"]) for group in groups]
+    if index < len(held) and position < len(held[index]) and held[index][position] is p:
+        return groups[index]
+    return next((group for group, own in zip(groups, held, strict=True) if any(other is p for other in own)), None)
 
 
 def _refuse(optimizer: PartedOptimizer) -> None:

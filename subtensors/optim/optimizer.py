@@ -292,7 +292,9 @@ class Optimizer(torch.optim.Optimizer):
     def step_in_backward(self) -> list[RemovableHandle]:
         """Update each parameter as soon as a backward pass has its gradient, and free the gradient there.
 
-        `step()` is left to schedulers, and to parameters that are added later.
+        `step()` is left to schedulers, and to parameters that are added later. An update sees one parameter: an
+        optimizer of your own that reduces over several, or changes numbers in a hook before its step, belongs to plain
+        steps, and so do two optimizers of one parameter.
 
         Returns:
             The hooks; `remove()` each to take plain steps again.

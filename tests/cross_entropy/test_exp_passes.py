@@ -43,9 +43,9 @@ def exponentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def problem(lowering: Lowering, seed: int, count: int = 37, scale: float = 1.0, **options: Any) -> Case:
-    """Hidden states of 72 numbers and 384 classes; every fifth target is ignored."""
+    """Hidden states of 264 numbers and 384 classes; every fifth target is ignored."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(count, 72, generator=generator), torch.randn(384, 72, generator=generator) / 72**0.5
+    hidden, weight = torch.randn(count, 264, generator=generator), torch.randn(384, 264, generator=generator) / 264**0.5
     target = torch.randint(384, (count,), generator=generator)
     target[::5] = -100
     case = Case(hidden * scale, weight, target, None, CrossEntropy(**options))
@@ -73,6 +73,38 @@ def test_value_and_gradients_equal_those_of_the_plain_program(
     weight = torch.rand(384, generator=torch.Generator().manual_seed(seed)) + 0.1 if has_weight else None
     case = problem(lowering, seed, scale=scale, class_weight=weight, **options)
     check(run(case, rows=rows), case)
+
+
+@each_kernel_lowering
+@pytest.mark.parametrize("logit", [8.0, 15.0, 20.0, 30.0])
+def test_the_gradient_of_a_likely_target_is_not_a_difference(lowering: Lowering, logit: float) -> None:
+    case = problem(lowering, 4)
+    case.target[::5] = 3
+    of = case.weight[case.target].float()
+    case.hidden.copy_(case.hidden * 0.1 + of * (logit / of.square().sum(1, keepdim=True)))
+    found, truth = run(case, rows=16), plain(case.to(str(case.hidden.device), torch.float64))
+    for name, mine, true in zip(("loss", "hidden", "weight"), found, truth, strict=False):
+        assert mine is not None
+        assert true is not None
+        # A float32 loss is the logarithm of one and a number that may vanish beside it.
+        rounding = 2**-23 if name == "loss" else 0.0
+        assert (mine.double() - true).norm() <= 0.02 * true.norm() + rounding, name
+    assert found.loss >= 0
+
+
+@each_kernel_lowering
+@pytest.mark.parametrize("logit", [200.54, 2e4])
+def test_large_logits_close_together_lose_nothing(lowering: Lowering, logit: float) -> None:
+    case = problem(lowering, 4, temperature=0.01 if logit < 1e3 else 1.0, reduction="sum")
+    case.hidden.zero_()[:, 0] = logit
+    case.hidden[:, 1] = 1.0
+    case.weight.zero_()[:, 0] = 1.0
+    case.weight[:, 1] = torch.linspace(-0.01, 0.01, 384)
+    found, truth = run(case, rows=16), plain(case.to(str(case.hidden.device), torch.float64))
+    for mine, true in zip(found[:3], truth, strict=False):
+        assert mine is not None
+        assert true is not None
+        assert (mine.double() - true).norm() <= 0.02 * true.norm()
 
 
 def far(lowering: Lowering, by: float) -> Case:
@@ -146,7 +178,7 @@ def test_the_kernel_works_where_it_should(exponentials: list[int]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert exp_passes.kernel_works(device) == (torch.cuda.get_device_capability() == (9, 0))
     generator = torch.Generator("cuda").manual_seed(2)
-    for rows, width, classes in (1, 72, 256), (255, 768, 640), (257, 128, 1152), (700, 1000, 6272):
+    for rows, width, classes in (1, 264, 256), (255, 768, 640), (257, 320, 1152), (700, 1000, 6272), (4096, 264, 50304):
         hidden, weight = (torch.randn(n, width, device=device, generator=generator).bfloat16() for n in (rows, classes))
         shifts = torch.randn(rows, device=device, generator=generator) + width**0.5
         results = []

@@ -177,3 +177,32 @@ def test_a_checkpoint_that_asks_for_state_before_leaves_the_steps_alone() -> Non
         net(torch.ones(1, WIDTH)).sum().backward()
         opt.step()
     assert all(state["step"] == 2 for state in opt.state_dict()["state"].values())
+
+
+def test_state_is_made_at_the_first_update_from_what_the_parameters_are_then() -> None:
+    ends = []
+    for in_backward in (False, True):
+        w = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        opt = st.optim.AdamW([w], lr=1e-2, master_weights=True, ema=0.5)
+        if in_backward:
+            opt.step_in_backward()
+        with torch.no_grad():
+            w.fill_(100.0)
+        for _ in range(2):
+            w.sum().backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            opt.zero_grad()
+        ends.append([w.detach(), *(x for x in opt.state[w].values() if isinstance(x, Tensor))])
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_a_parameter_is_updated_by_the_group_that_has_it() -> None:
+    a, b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    opt = st.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.0}])
+    opt.step_in_backward()
+    opt.param_groups[0]["params"].insert(0, opt.param_groups[1]["params"].pop())
+    (a + b).sum().backward()
+    assert (a.item(), b.item()) == (pytest.approx(0.9), pytest.approx(0.9))
+    opt.param_groups[0]["params"].pop()
+    (a + b).sum().backward()
+    assert (a.item(), a.grad, b.item()) == (pytest.approx(0.9), torch.ones(1), pytest.approx(0.8))
