@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowStatistics
-from subtensors.kernels.cross_entropy.logits_block import LinearHead, product_into
+from subtensors.kernels.cross_entropy.logits_block import GradFlags, LinearHead, product_into
 from subtensors.kernels.runtime.async_compile import wait_for_triton
 from subtensors.kernels.runtime.launcher import CachedLauncher, is_capturing, launching_on, multiprocessors
 
@@ -103,7 +103,7 @@ def takes_exponentials(
 
 
 def kernel_works(device: torch.device) -> bool:
-    """Return whether the product's kernel compiles and is right on a device; found out once, outside of captures.
+    """Return whether the kernels compile and are right on a device; found out once, outside of captures.
 
     Gluon is experimental, and its names change between versions of Triton. Checked on Triton 3.6; compiled by 3.9.
     """
@@ -113,26 +113,45 @@ def kernel_works(device: torch.device) -> bool:
         with launching_on(device):
             if is_capturing(device):
                 return False
-            _works[device] = _is_right(device)
+            _works[device] = is_right(device, torch.bfloat16)
     return _works[device]
 
 
 @torch.no_grad()
-def _is_right(device: torch.device) -> bool:
-    with torch.autocast("cuda", enabled=False):
+def is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a small loss by exponentials is right: its statistics and its gradients."""
+    with torch.autocast(device.type, enabled=False):
         exact = torch.arange(384 * 320, device=device, dtype=torch.float32).mul_(0.37).cos_().view(384, 320)
-        numbers = exact.bfloat16()
-        operands = numbers[:300], numbers, exact.new_full((300,), 3.0), 0.25
-        found = numbers.new_empty(300, 384), exact.new_empty(3, 300)
-        expected = exact.new_empty(300, 384), exact.new_empty(3, 300)
+        weight = exact.to(dtype)
+        hidden, targets = weight[::2].contiguous(), torch.arange(192, device=device).mul_(5).remainder_(384)
+        targets[::7] = -1
+        shares = exact.new_full((192,), 0.5).masked_fill_(targets < 0, 0.0)
+        statistics = RowStatistics.uninitialized(192, torch.float32, device)
+        head = LinearHead(hidden, weight, None, GradFlags(), dtype, None)
+        passes = ExponentialPasses(head, targets, CrossEntropy(), statistics, GradientFactors(*[shares] * 4), 192)
+        memory, scaled = hidden.new_empty(192, 384), torch.empty_like(hidden)
         try:
             wait_for_triton()
-            product_by_kernel(*operands, *found)
+            passes.write(memory, 0, 192, scaled)
+            found = memory @ weight, memory.t() @ scaled
+            passes.complete(*found)
         except Exception as error:
             _log.info("cross entropies compute logits on %s: %s: %s", device, type(error).__name__, error)
             return False
-        product_by_torch(*operands, *expected)
-        return found[0].float().allclose(expected[0], rtol=1e-2) and found[1].allclose(expected[1], rtol=1e-3)
+        logits = wide_product(hidden, weight)
+        gradient = logits.softmax(1) - (targets[:, None] == torch.arange(384, device=device)).float()
+        gradient.mul_(shares[:, None])
+        pairs = [
+            (statistics.log_sum_exp()[targets >= 0], logits.logsumexp(1)[targets >= 0]),
+            (found[0], wide_product(gradient, weight.t())),
+            (found[1], wide_product(gradient.t(), hidden.t())),
+        ]
+        return all(bool((mine - true).norm() <= 0.02 * true.norm()) for mine, true in pairs)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b.T, summed in float64 and rounded to float32."""
+    return (a.double() @ b.double().t()).float()
 
 
 def product_by_kernel(
@@ -172,7 +191,7 @@ def product_by_torch(
     hidden: Tensor, weight: Tensor, shifts: Tensor, scale: float, exponentials: Tensor, sums: Tensor
 ) -> None:
     """Compute the same in plain torch: the kernel's reference."""
-    found = (hidden.float() @ weight.float().t()).mul_(scale).sub_(shifts[:, None]).exp2_()
+    found = wide_product(hidden, weight).mul_(scale).sub_(shifts[:, None]).exp2_()
     exponentials.copy_(found)
     sums.copy_(found.view(len(hidden), -1, COLUMNS).sum(2).t())
 

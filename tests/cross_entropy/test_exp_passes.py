@@ -192,3 +192,18 @@ def test_the_kernel_works_where_it_should(exponentials: list[int]) -> None:
             results.append((e.float(), sums))
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-2, atol=1e-30)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-30)
+
+
+@each_kernel_lowering
+def test_a_wrong_kernel_is_found_out(
+    lowering: Lowering, exponentials: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exponentials.append(0)
+    device, dtype = torch.device(lowering.device), torch.bfloat16 if lowering is Lowering.CUDA else torch.float32
+    with np.errstate(all="ignore"):
+        assert exp_passes.is_right(device, dtype)
+        with monkeypatch.context() as patched:
+            patched.setattr(exp_passes.ExponentialPasses, "complete", lambda self, hidden, weight: None)
+            assert not exp_passes.is_right(device, dtype)
+        monkeypatch.setattr(exp_passes, "MARGIN", float("nan"))
+        assert not exp_passes.is_right(device, dtype)
