@@ -23,8 +23,11 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.dims import Dim
 
+CACHE_NAMES = "cache", "past_key_values"
+"""What a model calls its cache: since transformers 5.24, and before."""
+
 UNSUPPORTED_OPTIONS = (
-    "past_key_values",
+    *CACHE_NAMES,
     "assistant_model",
     "custom_generate",
     "cache_implementation",
@@ -98,6 +101,8 @@ class Generation(Generic[P]):
             new = Dim(seq.name, max=seq.max, min=1, buckets=one_or_more)
             dims = {"input_ids": {1: new}, "attention_mask": {2: new}, "position_ids": {1: new}}
         self._tokens = next(iter(dims))
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
         self._dims = _accepted_dims(model, dims)
         self._make: Callable[[Mapping[str, object]], P] = functools.partial(make, model.forward)
         self.programs["decoder"] = self._make(self._dims)
@@ -171,7 +176,7 @@ class Generation(Generic[P]):
             # A decode step writes to the cache; to check all weights before each would take too long.
             for program in self.programs.values():
                 contexts.enter_context(program.settled())
-            return self.model.generate(inputs, **options, past_key_values=cache, disable_compile=True)
+            return self.model.generate(inputs, **options, **{self._cache_name: cache}, disable_compile=True)
 
     def _cache(self, prompt: Tensor, config: Any, options: Options) -> Any:
         """Return the cache for the number of rows that the model is called with: each prompt's beams or samples."""
@@ -184,7 +189,7 @@ class Generation(Generic[P]):
             # Layers make their memory in their first run, which must not be a trace or a capture.
             token = prompt[:1, :1].expand(rows, 1)
             once: Options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
-            once |= {"attention_mask": torch.ones_like(token), "past_key_values": cache, "disable_compile": True}
+            once |= {"attention_mask": torch.ones_like(token), self._cache_name: cache, "disable_compile": True}
             try:
                 self.model.generate(token, **once)
             except Exception as error:  # whatever a model raises for a cache that it doesn't know
@@ -201,7 +206,7 @@ class Generation(Generic[P]):
         Other code may call the model during a call, as a logits processor does for guidance. It uses a cache of its
         own, and runs the program without buckets.
         """
-        if kwargs.get("past_key_values") is not self._active_cache:
+        if kwargs.get(self._cache_name) is not self._active_cache:
             return self.programs["decoder"].program(*args, **kwargs)
         self._cached_tokens += kwargs[self._tokens].shape[1]
         if self._cached_tokens > self.length:

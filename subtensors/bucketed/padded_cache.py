@@ -93,7 +93,7 @@ class NeverUpdated(dict[int, bool]):
 
 
 def padded_cache(model: Any, length: int) -> Cache:
-    """Make a cache that the model's `generate` takes as `past_key_values`.
+    """Make a cache that the model's `generate` takes.
 
     Args:
         model: a Hugging Face model that generates.

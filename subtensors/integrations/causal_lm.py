@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from subtensors.arguments import shown
 from subtensors.bucketed.bucketed import bucketed
+from subtensors.bucketed.generation import CACHE_NAMES
 from subtensors.bucketed.runner import Bucketed
 from subtensors.chunked.chunked_tensor import chunk
 from subtensors.dispatch.ops.tree import PyTree
@@ -153,7 +154,7 @@ class Body:
         """Run the body."""
         if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        if any(kwargs.get(name) is not None for name in CACHE_NAMES) or kwargs.get("use_cache"):
             with torch.compiler.set_stance("force_eager"):
                 return self.plain(*args, **kwargs)
         kwargs["use_cache"] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import subtensors as st
 from subtensors.bucketed import call_cache
 from subtensors.bucketed.bucket import Bucket
+from subtensors.bucketed.generation import CACHE_NAMES
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -21,6 +23,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]
 SEQ = st.Dim("seq", max=48, buckets=16)
 TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+
+CACHE = next(name for name in CACHE_NAMES if name in inspect.signature(transformers.GPT2Model.forward).parameters)
+"""What a model calls its cache."""
 
 
 def gpt2(device: str, layers: int = 2) -> Any:
@@ -173,11 +178,11 @@ def test_a_text_that_fails_midway_is_generated_by_the_model_from_its_start(
     owner: Any = PaddedStaticLayer if fails == "update" else Bucket
     plain, calls = getattr(owner, fails), []
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) == at:
             raise RuntimeError("out of luck")
-        return plain(*args)
+        return plain(*args, **kwargs)
 
     monkeypatch.setattr(owner, fails, failing)
     for _ in range(2):
@@ -231,7 +236,7 @@ def test_decode_steps_with_the_callers_cache_replay_one_graph(device: str) -> No
         expected = model.generate(ids, **SCORED)
         cache.reset()
         model.forward = run
-        found = model.generate(ids, past_key_values=cache, disable_compile=True, **SCORED)
+        found = model.generate(ids, **{CACHE: cache}, disable_compile=True, **SCORED)
         model.forward = plain
         assert torch.equal(found.sequences, expected.sequences)
         for a, b in zip(found.scores, expected.scores, strict=True):
@@ -248,7 +253,7 @@ def test_a_returned_cache_belongs_to_the_caller(device: str) -> None:
     held = []
     for n in (7, 5, 20, 9):
         ids = torch.randint(1, 50, (1, n), device=device)
-        held.append((run(input_ids=ids).past_key_values, model(input_ids=ids).past_key_values))
+        held.append((run(input_ids=ids)[CACHE], model(input_ids=ids)[CACHE]))
     for found, expected in held:
         assert type(found) is type(expected)
         for a, b in zip(found.layers, expected.layers, strict=True):
@@ -256,8 +261,8 @@ def test_a_returned_cache_belongs_to_the_caller(device: str) -> None:
     # It goes on from there, as the model's own does; one that grows is no part of a graph's key.
     for found, expected in held:
         step = torch.ones(1, 1, dtype=torch.long, device=device)
-        actual = run(input_ids=step, past_key_values=found)
-        torch.testing.assert_close(actual.logits, model(input_ids=step, past_key_values=expected).logits)
+        actual = run(input_ids=step, **{CACHE: found})
+        torch.testing.assert_close(actual.logits, model(input_ids=step, **{CACHE: expected}).logits)
     assert len(run.call_cache) == 4
     assert any("DynamicCache" in reason for reason in run.stats().fallbacks)
 
