@@ -138,7 +138,8 @@ def linear_cross_entropy_loss(
         return None
     axis, policy = layout.axis, layout.axis.policy
     with without_ambient_modes(needs_grad):
-        exponentials = needs_grad and shard is None and takes_exponentials(hidden, weight, bias, target, options)
+        may_have = needs_grad and shard is None and hidden.is_cuda
+        exponentials = may_have and takes_exponentials(hidden, weight, bias, target, options)
         shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None, exponentials)
         chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
         loss = differentiable_cross_entropy(

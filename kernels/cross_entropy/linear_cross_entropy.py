@@ -176,7 +176,7 @@ class Problem(LinearHead):
             rows: of a chunk.
             most_rows: of the longest one.
         """
-        if not self.has_complete_rows or self.kernels is False:
+        if not self.has_complete_rows or not uses_kernels(self.hidden, self.kernels):
             return None
         if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):
             return None

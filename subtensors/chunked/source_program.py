@@ -101,6 +101,8 @@ def callee(function: Callable[..., object], name: str) -> str:
     module, _, rest = name.partition("_")
     if rest and hasattr(getattr(torch, module, None), rest):
         return f"torch.{module}.{rest}"  # "linalg_norm"
+    if hasattr(torch.Tensor, name) and not callable(getattr(torch.Tensor, name)):
+        return f"Tensor.{name}.__get__"  # Dynamo names an attribute's getter by the attribute since 2.15
     homes = {"torch._C._nn": torch._C._nn, "Tensor": torch.Tensor}
     return next((f"{home}.{name}" for home, space in homes.items() if hasattr(space, name)), "")
 

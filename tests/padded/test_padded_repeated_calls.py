@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -514,6 +515,7 @@ def test_writes_reach_what_shares_memory_in_every_call(name: str, tracked: bool)
 
 
 @pytest.mark.parametrize("name", sorted({*CALLS} - {"attention of several heads"}))  # torch has no second derivative
+@sdpa_kernel(SDPBackend.MATH)  # the one with second derivatives
 def test_gradients_of_gradients_and_hooks_are_those_of_plain_torch(name: str) -> None:
     call = CALLS[name]
     for seed in range(4):
