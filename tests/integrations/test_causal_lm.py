@@ -290,7 +290,7 @@ def test_compiled_parts_err_as_plain_ones_and_all_layers_and_lengths_share_a_few
     model, graphs = causal_lm(family, num_hidden_layers=3), list[torch.fx.GraphModule]()
     aot = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
         graphs.append(graph)
         return aot(graph, inputs)
 
@@ -308,6 +308,19 @@ def test_compiled_parts_err_as_plain_ones_and_all_layers_and_lengths_share_a_few
     truth = values(causal_lm(family, torch.float64, num_hidden_layers=3, **wide), exact_loss, COUNT, 0.0)
     check_errs_as_plain(found, lambda: values(model, own_loss, COUNT), truth)
     assert len(graphs) == count
+
+
+def test_a_reentrant_checkpoint_drops_in_its_recomputation_what_it_dropped_before() -> None:
+    model = causal_lm("GPT2", resid_pdrop=0.3).train()
+    apply(model, loss=None, compile="pointwise")
+    mlp = model.transformer.h[0].mlp
+    for seed in range(3):
+        torch.manual_seed(seed)
+        mlp.zero_grad()
+        x = torch.randn(1, 1, mlp.c_proj.weight.shape[1], requires_grad=True)
+        out = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=True)
+        out.sum().backward()
+        assert torch.equal(out.flatten() == 0, mlp.c_proj.bias.grad == 0)
 
 
 def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted_or_gone() -> None:
