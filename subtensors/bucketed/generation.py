@@ -24,7 +24,7 @@ from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.dims import Dim
 
 CACHE_NAMES = "cache", "past_key_values"
-"""What a model calls its cache: since transformers 5.24, and before."""
+"""The names of the argument that is a cache: since transformers 5.24, and before."""
 
 UNSUPPORTED_OPTIONS = (
     *CACHE_NAMES,

@@ -25,7 +25,7 @@ TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 SCORED = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
 
 CACHE = next(name for name in CACHE_NAMES if name in inspect.signature(transformers.GPT2Model.forward).parameters)
-"""What a model calls its cache."""
+"""The name of the argument that is a cache."""
 
 
 def gpt2(device: str, layers: int = 2) -> Any:

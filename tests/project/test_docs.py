@@ -35,9 +35,9 @@ def levels() -> Iterator[None]:
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a trainer of an example says by variables of the process, and by accelerate's state, is for that page.
+    """Put back the variables of the process and accelerate's state that the trainers of a page have set.
 
-    It sees one GPU at most: for each further one it would make a copy of its model.
+    A trainer sees one GPU at most: for each further one it would make a copy of its model.
     """
     gpus = torch.cuda.device_count()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: min(1, gpus))
