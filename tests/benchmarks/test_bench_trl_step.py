@@ -24,3 +24,12 @@ def test_a_tiny_run_leaves_a_row_a_way_with_the_same_loss(
     assert [row["variant"] for row in rows] == ["TRL", "apply_to_trainer"]
     assert rows[1]["last_loss"] == pytest.approx(rows[0]["last_loss"], rel=1e-4)
     assert "Tiny sizes: the figures mean nothing." in capsys.readouterr().out
+
+
+def test_errors_are_those_of_gradients_in_bfloat16_against_float64(tmp_path: Path) -> None:
+    options = ["trl-step", "--tiny", "--device", "cpu", "--errors", "--variants", "TRL;apply_to_trainer"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    theirs, ours = json.loads((tmp_path / "trl_sft_errors.json").read_text())
+    assert 1e-4 < theirs["gradient_error"] < 0.05
+    assert ours["gradient_error"] < 1.2 * theirs["gradient_error"]
+    assert ours["loss_error"] < 1e-3

@@ -286,6 +286,7 @@ class Job:
         tiny: cut the model down.
         device: "cpu" or "cuda".
         batch, length: sequences a step, and tokens of each; in each process.
+        dtype: of the model; None: bfloat16 on a GPU, float32 on a CPU.
     """
 
     model: str
@@ -294,6 +295,7 @@ class Job:
     device: str
     batch: int
     length: int
+    dtype: torch.dtype | None = None
 
     def make(self) -> nn.Module:
         """Return a new model, the same each time."""
@@ -304,7 +306,8 @@ class Job:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        made: nn.Module = model.to(torch.bfloat16 if self.device == "cuda" else torch.float32).train()
+        usual = torch.bfloat16 if self.device == "cuda" else torch.float32
+        made: nn.Module = model.to(self.dtype or usual).train()
         if dist.is_initialized():
             for layer in model.model.layers:
                 fully_shard(layer)

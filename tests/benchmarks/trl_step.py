@@ -3,6 +3,8 @@
 The trainers are TRL's own, of SFT and of GRPO with an entropy bonus, and so is the code of the loss; what differs is
 one call of `apply_to_trainer`, or an argument of TRL's. Batches are random tokens of one length, made before they are
 timed: TRL collates and generates outside of the step. TRL's default loss runs in chunks by itself, without logits.
+With `--errors` the loss and the gradients of a batch in bfloat16 are compared with TRL's own in float64, of the same
+weights, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import subtensors as st
@@ -168,16 +172,45 @@ class TrlRow:
     setting: Setting = field(repr=False)
 
 
-def visit(job: Job, name: str, batches: list[Batch], steps: int) -> tuple[list[float], float | None, float]:
-    """Train a new model in one way; returns milliseconds of each step, the most allocated MiB, and the last loss."""
+@dataclass(frozen=True)
+class TrlErrorRow:
+    """The errors of one way to train with TRL, in bfloat16, against TRL's own trainer in float64.
+
+    Args:
+        loss, variant, batch, length, trl, setting: as in `TrlRow`.
+        loss_error: the relative error of the loss.
+        gradient_error: the norm of the error of all gradients over their norm.
+    """
+
+    loss: str
+    variant: str
+    batch: int
+    length: int
+    loss_error: float
+    gradient_error: float
+    trl: str | None
+    setting: Setting = field(repr=False)
+
+
+@contextmanager
+def new_trainer(job: Job, name: str) -> Iterator[Any]:
+    """A context with a trainer of a new model that trains in one way."""
     theirs, ours = WAYS[name]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = TRAINERS[job.loss](job, folder, **theirs)
         applied = None if ours is None else st.integrations.transformers.apply_to_trainer(trainer, **ours)
-        optimizer = trainer.create_optimizer()
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
+        yield trainer
+        if applied is not None:
+            applied.revert()
+
+
+def visit(job: Job, name: str, batches: list[Batch], steps: int) -> tuple[list[float], float | None, float]:
+    """Train a new model in one way; returns milliseconds of each step, the most allocated MiB, and the last loss."""
+    with new_trainer(job, name) as trainer:
+        optimizer = trainer.create_optimizer()
 
         def clip(*args: object) -> None:
             torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
@@ -187,9 +220,33 @@ def visit(job: Job, name: str, batches: list[Batch], steps: int) -> tuple[list[f
         taken, peaks, loss = timed(
             lambda batch: trainer.compute_loss(trainer.model, {**batch}), optimizer, batches, steps, job.device
         )
-        if applied is not None:
-            applied.revert()
     return taken[WARM:], peaks[0] if peaks else None, loss
+
+
+def gradients(job: Job, name: str, batch: Batch, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    """Return the loss of a batch and its gradients, on the host, of a new model that is cast before."""
+    with new_trainer(job, name) as trainer:
+        trainer.model.to(dtype)
+        loss = trainer.compute_loss(trainer.model, {**batch})
+        loss.backward()
+        return loss.item(), [p.grad.cpu() for p in trainer.model.parameters()]
+
+
+def measure_errors(job: Job, ways: list[str]) -> list[TrlErrorRow]:
+    """Measure the errors of ways on a batch."""
+    torch.manual_seed(0)
+    batch = batch_of(job)
+    exact_loss, exact = gradients(job, "TRL", batch, torch.float64)
+    norm = sum(g.square().sum() for g in exact) ** 0.5
+    rows = []
+    for name in ways:
+        gc.collect()
+        loss, found = gradients(job, name, batch, torch.bfloat16)
+        difference = sum((g.double() - e).square().sum() for g, e in zip(found, exact, strict=True)) ** 0.5
+        errors = abs(loss / exact_loss - 1), float(difference / norm)
+        where = job.loss, name, job.batch, job.length
+        rows.append(TrlErrorRow(*where, *errors, installed("trl"), Setting.now(job.device, job.tiny)))
+    return rows
 
 
 def measure(job: Job, ways: list[str], rounds: int, steps: int) -> list[TrlRow]:
@@ -227,6 +284,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="visits of each variant (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed in a visit (%(default)s)")
+    parser.add_argument("--errors", action="store_true", help="of loss and gradients against float64; no times")
     add_shared_options(parser, "a small model")
     parser.set_defaults(run=run)
 
@@ -242,9 +300,18 @@ def run(options: argparse.Namespace) -> int:
         wanted = [name for name in wanted if "cuDNN" not in name]
     os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"})
     batch, length = (2, 12) if options.tiny else (options.batch, options.length)
-    job = Job(options.model, options.loss, options.tiny, options.device, batch, length)
-    rows = measure(job, wanted, options.rounds, options.steps)
+    dtype = torch.bfloat16 if options.errors else None
+    job = Job(options.model, options.loss, options.tiny, options.device, batch, length, dtype)
+    title = f"{job.model}, {job.loss}, {batch} x {length}"
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.errors:
+        errors = measure_errors(job, wanted)
+        save(errors, options.out / f"trl_{options.loss}_errors.json")
+        lines = [[row.variant, figure(row.loss_error, 2), figure(row.gradient_error, 3)] for row in errors]
+        columns = ["variant", "error of the loss", "of the gradients"]
+        Console().print(folded(f"{title}\n{describe(errors)}", columns, lines, names=1))
+        return 0
+    rows = measure(job, wanted, options.rounds, options.steps)
     save(rows, options.out / f"trl_{options.loss}.json")
     lines = [
         [
@@ -258,5 +325,5 @@ def run(options: argparse.Namespace) -> int:
         for row in rows
     ]
     columns = ["variant", "step ms", "+-", "tokens/s", "allocated MiB", "loss"]
-    Console().print(folded(f"{job.model}, {job.loss}, {batch} x {length}\n{describe(rows)}", columns, lines, names=1))
+    Console().print(folded(f"{title}\n{describe(rows)}", columns, lines, names=1))
     return 0
