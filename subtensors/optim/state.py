@@ -112,7 +112,8 @@ class Declaration:
         if set(self.entries) - {"step"} != set(self.initializers) - {"step"}:
             raise TypeError(
                 f"{cls.__name__}.update takes the state entries {sorted(self.entries)} (its arguments between g and "
-                f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}"
+                f"the keyword-only ones), and {cls.__name__}.state declares {sorted(self.initializers)}; "
+                "hyperparameters come after a `*`"
             )
 
 

@@ -11,7 +11,9 @@ p          <- w                                     where w is its master
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dis
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
     # An instance without attributes: a trace would freeze the values of one instance for all.
     rules: object = object.__new__(cls)
     update: Callable[..., None] = rules.update  # type: ignore[attr-defined]  # of an Optimizer, which imports this
+    names: Sequence[str] = cls._declaration.entries  # type: ignore[attr-defined]
 
     def step(
         p: Tensor,
@@ -66,6 +69,8 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
                 "between instances or steps must reach it as a keyword-only argument, from the parameter group"
             ) from error
         refuse_lost_update(cls, watch)
+        present = [name for name, state in zip(names, states, strict=True) if state is not None]
+        refuse_lost_entries(cls, [name for i, name in enumerate(present, 1) if not watch.has_written(i)])
         if average is not None:
             average.add_((1 - ema) * (w - average))
         for target, value in zip(targets, values, strict=True):
@@ -91,6 +96,26 @@ def refuse_lost_update(cls: type, watch: WriteWatch) -> None:
             "lost, since `p = p - lr * g` makes a new tensor, as does a value that it returns\n  instead: write in "
             "place, as in p.sub_(lr * g), p.copy_(p - lr * g) or state.mul_(0.9).add_(g)"
         )
+
+
+def refuse_lost_entries(cls: type, unwritten: Collection[str]) -> None:
+    """Raise RuleError if `update` assigns to the name of a state entry that it has not written."""
+    if lost := [name for name in unwritten if name in _assigned_names(cls.update)]:  # type: ignore[attr-defined]
+        raise RuleError(
+            f"{cls.__name__}.update assigns to {lost[0]!r} and never writes it: `{lost[0]} = ...` makes a new tensor, "
+            f"and the state stays what it was\n  instead: write in place, as in {lost[0]}.copy_(...) or "
+            f"{lost[0]}.mul_(0.9).add_(g); give what is no state another name"
+        )
+
+
+@cache
+def _assigned_names(function: Callable[..., None]) -> frozenset[str]:
+    """The local names that a function assigns to."""
+    stores = [i for i in dis.get_instructions(function) if i.opname.startswith("STORE_FAST")]
+    # Since Python 3.13 one instruction may store two names, or store one and load another.
+    names = [(i.argval,) if isinstance(i.argval, str) else i.argval for i in stores]
+    counts = [2 if i.opname == "STORE_FAST_STORE_FAST" else 1 for i in stores]
+    return frozenset(name for own, count in zip(names, counts, strict=True) for name in own[:count])
 
 
 def prepare_gradient(

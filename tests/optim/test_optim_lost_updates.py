@@ -87,6 +87,30 @@ def test_an_update_that_writes_state_and_drops_the_parameters_new_value_is_refus
         optimizer_of(update, **declared)([p], {"lr": 0.1}).step()
 
 
+def reassigning(self: Any, p: Tensor, g: Tensor, m: Tensor, *, lr: float) -> None:
+    m = 0.9 * m + 0.1 * g
+    p.sub_(lr * m)
+
+
+@pytest.mark.parametrize("base", [st.optim.Optimizer, st.optim.MatrixOptimizer])
+def test_an_update_that_assigns_to_state_it_never_writes_is_refused(base: Any) -> None:
+    (p,) = ones(1)
+    with pytest.raises(st.RuleError, match=r"Mine\.update assigns to 'm' and never writes it(.|\n)*m\.copy_"):
+        optimizer_of(reassigning, base, m=torch.zeros_like)([p], {"lr": 0.1}).step()
+
+
+@pytest.mark.parametrize("base", [st.optim.Optimizer, st.optim.MatrixOptimizer])
+def test_an_update_that_only_reads_state_is_taken(base: Any) -> None:
+    def update(self: Any, p: Tensor, g: Tensor, start: Tensor, *, pull: float) -> None:
+        p.sub_(pull * (p - start) + g)
+
+    (p,) = ones(1)
+    optimizer = optimizer_of(update, base, start=lambda p: p.detach().clone())([p], {"pull": 0.5})
+    for _ in range(2):
+        optimizer.step()
+    assert p.item() == pytest.approx(1 - 1 - 0.5)
+
+
 def test_an_update_that_only_gathers_state_is_taken() -> None:
     def update(self: Any, p: Tensor, g: Tensor, step: Tensor, distance: Tensor, mean: Tensor, *, rate: float) -> None:
         step.add_(1)

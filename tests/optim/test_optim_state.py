@@ -227,7 +227,7 @@ def test_state_whose_memory_moved_is_found_where_it_is_now() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_state_that_is_transposed_where_it_lies_is_read_as_it_is_now(device: str) -> None:
-    # Of a class of its own: another optimizer of a shared one may have made the plan, which is then not met by identity.
+    # A class of its own has plans of its own, which are met by identity.
     class Momentum(st.optim.SGD):
         pass
 

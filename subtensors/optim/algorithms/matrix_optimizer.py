@@ -27,6 +27,7 @@ from subtensors.optim.traced_update import (
     StepValues,
     compute_dtype,
     prepare_gradient,
+    refuse_lost_entries,
     refuse_lost_update,
 )
 
@@ -157,7 +158,7 @@ class ListStep:
         cls: a class with `update(self, p, g, *states, **hyperparameters)` on TensorLists.
     """
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type[Optimizer]) -> None:
         self._cls = cls
         self._values: ReadValues | None = None
         self._has_written = False
@@ -224,9 +225,14 @@ class ListStep:
         # Only the first step looks: there may be a thousand tensors.
         looks = not self._has_written and current_recording() is None
         watch = WriteWatch([t for x in (weights, *states) if looks and x is not None for t in x.tensors])
+        named = zip(self._cls._declaration.entries, states, strict=True)
+        by_name = {name: WriteWatch(x.tensors) for name, x in named if looks and x is not None}
         self._update(weights, gradients, *states, **hyperparameters)
         if looks:
             refuse_lost_update(self._cls, watch)
+            refuse_lost_entries(
+                self._cls, [name for name, x in by_name.items() if not any(map(x.has_written, range(len(x.tensors))))]
+            )
             self._has_written = True
         if average is not None:
             _approach(average, weights, ema)
