@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m subtensors doctor",
     )
     parser.add_argument("--version", action="version", version=f"subtensors {subtensors.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    commands = parser.add_subparsers(metavar="command", dest="command")
     examine = commands.add_parser(
         "doctor", help=_DOCTOR, description=_DOCTOR, epilog="example: python -m subtensors doctor > report.txt"
     )
@@ -50,10 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m subtensors explain train.py --steps 3",
     )
     explain.add_argument("script", help="a Python file")
-    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    # argparse would ask for them, too, where the script is missing.
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
     for name, (_, _, summary) in _PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
     options, rest = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if options.command in _PROGRAMS:
         return run_program(options.command, rest)
     if rest:

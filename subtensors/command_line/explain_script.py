@@ -60,19 +60,21 @@ def explain_script(path: str, arguments: Sequence[str] = ()) -> int:
     logger.setLevel(logging.INFO)
     sys.argv, sys.path[0] = [path, *arguments], str(Path(path).resolve().parent)
     names: Mapping[str, object] = {}
-    status = 0
+    status, failed = 0, False
     try:
         names = runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception:  # the script's own error, which python would show
         traceback.print_exc()
-        status = 1
+        status, failed = 1, True
     finally:
         logger.removeHandler(notes)
         logger.setLevel(before[0])
         sys.argv, sys.path[:] = before[1:]
         print(report(path, notes.counted, names))
+        if failed:
+            print("It failed before its end: this is of what ran until then.")
     return status
 
 

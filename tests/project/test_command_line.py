@@ -56,6 +56,18 @@ def test_the_help_of_each_benchmark_fits_80_columns_and_ends_with_an_example(
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"\n    {command} " in shown for command in COMMANDS)
+
+
+def test_explain_without_a_script_asks_for_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: script\n")
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
@@ -209,6 +221,8 @@ def test_explain_shows_the_runners_of_a_script_and_keeps_the_traceback_of_an_err
     assert "host_reads.py" not in shown
     script.write_text("1 / 0")
     assert main(["explain", str(script)]) == 1
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "ZeroDivisionError" in shown.err
+    assert "failed before its end" in shown.out
     assert main(["explain", str(tmp_path / "none.py")]) == 2
     assert "there is no file" in capsys.readouterr().err

@@ -175,10 +175,20 @@ def test_the_command_writes_tables_and_a_plot(
     assert figure.read_bytes().startswith(PNG)
 
 
-def test_a_single_step_is_refused_because_the_first_is_measured_apart(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "1"], "2 at least; got '1'"),  # the first is measured apart
+        (["--steps", "abc"], "a whole number, 2 at least; got 'abc'"),
+        (["--out", "demo.xyz"], "ending in .png, .svg or .pdf; got 'demo.xyz'"),
+    ],
+)
+def test_an_option_that_cannot_be_taken_is_refused_before_anything_runs(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["--steps", "1"])
-    assert "1 is less than 2" in capsys.readouterr().err
+        main(options)
+    assert message in capsys.readouterr().err
 
 
 def test_the_plans_of_the_demo_are_those_of_the_training_with_pairs_of_bytes() -> None:

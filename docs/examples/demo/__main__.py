@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,10 +21,18 @@ from train_gpt import Plan
 
 def at_least_two(text: str) -> int:
     """A whole number of steps: the first is measured apart, so there must be another."""
-    steps = int(text)
-    if steps < 2:
-        raise argparse.ArgumentTypeError(f"{steps} is less than 2")
-    return steps
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"a whole number, 2 at least; got {text!r}")
+    return int(text)
+
+
+def image_path(text: str) -> Path:
+    """The path of a plot, of a kind that can be written."""
+    path = Path(text)
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise argparse.ArgumentTypeError(f"the plot is a file ending in .png, .svg or .pdf; got {text!r}")
+    return path
 
 
 SECONDS_A_STEP = {"cpu": 5.0, "cuda": 0.4}
@@ -112,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=at_least_two, help="optimizer steps of each run, two at least")
-    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the plot (%(default)s)")
+    parser.add_argument("--out", type=image_path, default=Path("out/demo.png"), help="the plot (%(default)s)")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no GPU here; `python -m subtensors doctor` says why", file=sys.stderr)
