@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.call_spec import CallSpec, LeafDims
-from subtensors.bucketed.compiled_gradients import CompiledGradients
+from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
+from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.bucketed.side_effects import restore_state
 from subtensors.bucketed.trained_bucket import TrainedBucket
@@ -36,17 +36,6 @@ from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 
 
-class ReplayedGraphs(Protocol):
-    """The cache of graphs that a call belongs to: it counts replays, and recaptures evicted graphs."""
-
-    replay_count: int
-    """The number of replays so far; each overwrites what earlier ones left in the graphs' memory."""
-
-    def recapture(self, bucket: TrainedBucket) -> None:
-        """Capture an evicted bucket again."""
-        ...
-
-
 def refuse_second_order() -> None:
     """Raise RuntimeError if a backward is itself to be differentiable (`create_graph=True`)."""
     if torch.is_grad_enabled():
@@ -55,23 +44,8 @@ def refuse_second_order() -> None:
         )
 
 
-class TrackedCall(Protocol):
-    """A call whose forward and backward autograd runs, as one node."""
-
-    roots_at: Collection[int]
-    """The indices of the results that require grad."""
-
-    def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Return the tensors among the results, and those to save for the backward."""
-        ...
-
-    def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs that require grad; the list of saved tensors may be emptied."""
-        ...
-
-
 class _TrackedContext(torch.autograd.function.FunctionCtx):
-    call: TrackedCall
+    call: TrainingCall | NestedCall
     saved_tensors: tuple[Tensor, ...]
     maybe_clear_saved_tensors: Callable[[], None]
 
@@ -80,7 +54,7 @@ class TrackedFunction(torch.autograd.Function):
     """A call as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: _TrackedContext, call: TrackedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _TrackedContext, call: TrainingCall | NestedCall, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors among the results."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -114,7 +88,7 @@ class TrainingCall:
         leaves: list[PyTree],
         spec: CallSpec,
         lock: AbstractContextManager[bool],
-        graphs: ReplayedGraphs,
+        graphs: GraphCache,
     ) -> None:
         self.bucket, self.spec, self.lock, self.graphs = bucket, spec, lock, graphs
         self.inputs = [leaves[source.leaf] for source in spec.inputs]
@@ -211,16 +185,13 @@ class NestedCall:
     """One call of compiled code on tensors of a bucket's size.
 
     Args:
-        code: the compiled code of the bucket.
         bucket: the bucket of the call's sizes, which is never captured.
         inputs: the tensors that stand for the bucket's static inputs.
         sizes: the true sizes.
     """
 
-    def __init__(
-        self, code: CompiledGradients, bucket: TrainedBucket, inputs: list[Tensor], sizes: TrueSizes | None
-    ) -> None:
-        self.code, self.bucket, self.inputs, self.sizes = code, bucket, inputs, sizes
+    def __init__(self, bucket: CompiledTrainedBucket, inputs: list[Tensor], sizes: TrueSizes | None) -> None:
+        self.bucket, self.inputs, self.sizes = bucket, inputs, sizes
         self.given = [*inputs, *bucket.aliased_parameters()]
         self.roots_at: Collection[int] = []
         self.outputs: Outputs | None = None
@@ -241,7 +212,7 @@ class NestedCall:
 
     def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Run the compiled forward."""
-        self.outputs, roots_at, saved = self.code.forward(self.bucket, self.given)
+        self.outputs, roots_at, saved = self.bucket.code.forward(self.bucket, self.given)
         at = [i for i, x in enumerate(self.outputs.leaves) if isinstance(x.value, Tensor)]
         self.roots_at = [at.index(i) for i in roots_at]
         return self.outputs.tensors(), saved
@@ -253,4 +224,4 @@ class NestedCall:
         given = [gradients[i] for i in self.roots_at]
         roots = [results[i] for i in self.roots_at]
         tangents = [torch.zeros_like(r) if g is None else g.contiguous() for g, r in zip(given, roots, strict=True)]
-        return self.code.backward(self.bucket, saved, self.given, tangents)
+        return self.bucket.code.backward(self.bucket, saved, self.given, tangents)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from subtensors.bucketed.call_key import callers_tensors, has_parts
 from subtensors.bucketed.call_spec import CallSpec
-from subtensors.bucketed.compiled import CompileCache, Compiled
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.side_effects import TrainingDetector, dense_of
@@ -57,12 +56,13 @@ class Bucket:
         pool: where graphs are captured; None if the program runs again at each call instead.
     """
 
+    has_compiled_code = False
+    """True if compilation is on."""
+
     def __init__(
         self, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device, pool: GraphPool | None
     ) -> None:
         self.spec, self.call, self.device, self.pool = spec, call, device, pool
-        self.compiled: Compiled | None = None
-        """The program's compiled code, if compilation is on."""
         # An argument that isn't copied is the caller's, or a number: it stays what it was in the first call.
         copied = {source.leaf for source in spec.inputs}
         self.uncopied = {i: x for i, x in enumerate(leaves) if i not in copied}
@@ -95,10 +95,6 @@ class Bucket:
         self.last_call = 0
         """The number of its last call, counted over the whole runner."""
 
-    def use_compiled_code(self, cache: CompileCache) -> None:
-        """Take the program's compiled code from the cache, if compilation is on."""
-        self.compiled = cache.code_for(self, Compiled)
-
     @property
     def no_graph_reason(self) -> str:
         """The reason why it can't be captured, once that is known; "" until then."""
@@ -107,11 +103,6 @@ class Bucket:
     @no_graph_reason.setter
     def no_graph_reason(self, reason: str) -> None:
         self.statistics.no_graph_reason = reason
-
-    @property
-    def has_compiled_code(self) -> bool:
-        """Return whether compilation is on."""
-        return self.compiled is not None
 
     @property
     def is_captured(self) -> bool:
@@ -233,8 +224,6 @@ class Bucket:
             return self.call(leaves)
 
     def _run(self, host: HostSizes | None) -> Outputs:
-        if self.compiled is not None:
-            return self.compiled.run(self)
         return self.run_on(self.inputs(), host)
 
     def run_once(self, host: HostSizes) -> PyTree:

@@ -15,12 +15,12 @@ from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
 from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, LeafDims, NotCacheable, analyze, device_of
+from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.dim_spec import ArgumentDims, dim_sizes
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import is_identity_keyed
-from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -221,18 +221,17 @@ class CallCache:
         shared = shared_key(self._state, leaves, structure, args, kwargs)
         cached = self.analyze(shared, dense, args, kwargs)
         bucket, dense = cached.bucket, cached.format.ordered(dense)
-        if not isinstance(bucket, TrainedBucket) or bucket.gradients_code is None:
+        if not isinstance(bucket, CompiledTrainedBucket):
             return None
         symbols = tuple(dim.symbol for dim in bucket.spec.dims)
         if bucket.spec.caller_sizes or symbols != (sizes.symbols if sizes is not None else ()):
             return None
         bucket.allocate()
-        bucket.gradients_code.prepare(bucket)
-        if bucket.gradients_code.not_compiled_reason:
+        if not bucket.code.prepare(bucket):
             return None
         values = sizes.values if sizes is not None else bucket.size_values
         given = [dense[source.leaf] for source in bucket.spec.inputs]
-        return NestedCall(bucket.gradients_code, bucket, [*given, values], sizes)
+        return NestedCall(bucket, [*given, values], sizes)
 
     def _too_many_values(
         self, leaves: Sequence[PyTree], places: Sequence[str], form: CallFormat, user_key: object

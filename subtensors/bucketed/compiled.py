@@ -3,6 +3,8 @@
 A program is traced on padded tensors at two or three sizes, what differs between the traces becomes arithmetic on the
 bucket's size, and that one graph is compiled with the size left open. Capturing a further bucket then takes a run or
 two of compiled code. A program whose graphs differ in more than numbers is compiled once per bucket.
+
+A `CompiledBucket` runs such code, a `CompiledTrainedBucket` (`compiled_gradients.py`) with gradients.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from subtensors.bucketed.bucket import Bucket, HostSizes
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch.ops.errors import SizeError
@@ -39,76 +42,45 @@ CompileOptions: TypeAlias = dict[str, object]
 """The options of `torch.compile`."""
 
 
-class TraceableProgram(Protocol):
-    """A bucket as compiled code needs it: its inputs, and runs of the program on inputs of other sizes."""
-
-    spec: CallSpec
-    device: torch.device
-    written_inputs: set[int]
-    conditions: SizeConditions
-
-    def inputs(self) -> list[Tensor]:
-        """Return the static inputs."""
-        ...
-
-    def zero_inputs(self, buckets: tuple[int, ...]) -> list[Tensor]:
-        """Return zero-filled inputs at other bucket sizes."""
-        ...
-
-    def run_on(self, inputs: Sequence[Tensor]) -> Outputs:
-        """Run the program."""
-        ...
-
-
-class CompiledCode(Protocol):
-    """Code that was compiled some number of times."""
-
-    @property
-    def compilations(self) -> int:
-        """The number of compilations."""
-        ...
-
-
 T = TypeVar("T")
-P = TypeVar("P", bound=TraceableProgram)
-C = TypeVar("C", bound=CompiledCode)
+B = TypeVar("B", bound=Bucket)
+C = TypeVar("C", bound="SizePolymorphic[Any, Any]")
 
 
 class CompileCache:
     """The compiled code of each family of calls seen so far, whose members differ in sizes alone.
 
     Args:
-        options: of `torch.compile`; None if compilation is off.
+        options: of `torch.compile`.
     """
 
-    def __init__(self, options: CompileOptions | None) -> None:
+    def __init__(self, options: CompileOptions) -> None:
         self.options = options
-        self.by_family: dict[BucketKey, CompiledCode] = {}
-        self._dropped_compilations = 0
+        self.by_family: dict[BucketKey, SizePolymorphic[Any, Any]] = {}
 
-    def code_for(self, bucket: P, make: Callable[[P, CompileOptions], C]) -> C | None:
-        """Return the compiled code that a bucket runs, or None if compilation is off.
+    def code_for(self, spec: CallSpec, device: torch.device, make: Callable[[CallSpec, CompileOptions], C]) -> C:
+        """Return the code of a family of calls.
 
         Args:
-            bucket: any of a family.
-            make: makes the family's code if there is none yet.
+            spec: of a call of the family.
+            device: of the call.
+            make: makes the code if there is none yet.
         """
-        if self.options is None:
-            return None
-        family = bucket.spec.family_key
-        if family not in self.by_family:
-            self.by_family[family] = make(bucket, self.options)
-        return cast("C", self.by_family[family])
+        if spec.family_key not in self.by_family:
+            if device.type == "cuda":
+                compiler.start_compile_workers(self.options)
+            self.by_family[spec.family_key] = make(spec, self.options)
+        return cast("C", self.by_family[spec.family_key])
 
     @property
     def recompiles(self) -> int:
         """Compilations after the first of each family."""
-        return self._dropped_compilations + sum(max(code.compilations - 1, 0) for code in self.by_family.values())
+        return sum(max(code.compilations - 1, 0) for code in self.by_family.values())
 
     def drop(self) -> None:
-        """Drop the code, which holds the tensors that it was compiled with."""
-        self._dropped_compilations += sum(code.compilations for code in self.by_family.values())
-        self.by_family.clear()
+        """Drop all traces, which hold the tensors that they were compiled with."""
+        for code in self.by_family.values():
+            code.drop()
 
 
 class DynamicCode:
@@ -144,34 +116,54 @@ class DynamicCode:
         return found
 
 
-class SizePolymorphic(ABC, Generic[P, T]):
+class SizePolymorphic(ABC, Generic[B, T]):
     """The traces of a program: one for all buckets, if these differ in nothing but sizes, or one per bucket.
 
     Args:
-        bucket: any bucket of the program.
+        spec: of any call of the program.
         options: of `torch.compile`.
     """
 
-    def __init__(self, bucket: P, options: CompileOptions) -> None:
+    shared_trace: T | None
+    """The trace that serves all buckets, if there is one."""
+    trace_by_sizes: dict[tuple[int, ...], T]
+    """The traces that serve one bucket each, by its sizes."""
+
+    def __init__(self, spec: CallSpec, options: CompileOptions) -> None:
         self.options = options
-        self.dims, self.dim_inputs = bucket.spec.dims, dim_inputs(bucket.spec)
-        self.shared_trace: T | None = None
-        """The trace that serves all buckets, if there is one."""
-        self.trace_by_sizes: dict[tuple[int, ...], T] = {}
-        """The traces that serve one bucket each, by its sizes."""
-        self._is_known, self._conditions = False, bucket.conditions
-        if bucket.device.type == "cuda":
-            compiler.start_compile_workers(options)
+        self.dims, self.dim_inputs = spec.dims, dim_inputs(spec)
+        self._dropped_compilations = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all traces."""
+        self.shared_trace, self.trace_by_sizes = None, {}
+        self._is_known = False
+        self._conditions = SizeConditions()
+
+    def drop(self) -> None:
+        """Forget all traces, and count what they compiled."""
+        self._dropped_compilations = self.compilations
+        self.forget()
+
+    @property
+    def compilations(self) -> int:
+        """The number of compilations so far."""
+        return self._dropped_compilations + sum(len(self.code_of(trace).compiled) for trace in self.traces())
 
     @abstractmethod
-    def trace(self, bucket: P, points: Sequence[tuple[int, ...]]) -> T:
+    def code_of(self, trace: T) -> DynamicCode:
+        """Return the code of a trace, its forward if it has a backward as well."""
+
+    @abstractmethod
+    def trace(self, bucket: B, points: Sequence[tuple[int, ...]]) -> T:
         """Trace the program at some sizes.
 
         Raises:
             NoTemplate: the graphs at these sizes differ in more than numbers.
         """
 
-    def trace_for(self, bucket: P) -> T:
+    def trace_for(self, bucket: B) -> T:
         """Return the trace that serves a bucket; make it if it is new."""
         if not self._is_known:
             self._is_known = True
@@ -188,7 +180,7 @@ class SizePolymorphic(ABC, Generic[P, T]):
         """Return all traces."""
         return [*self.trace_by_sizes.values(), *([] if self.shared_trace is None else [self.shared_trace])]
 
-    def _trace_for_all(self, bucket: P) -> T | None:
+    def _trace_for_all(self, bucket: B) -> T | None:
         points = trace_points(self.dims, bucket.spec.buckets)
         if points is None or self.options.get("dynamic") is False:
             return None
@@ -199,7 +191,7 @@ class SizePolymorphic(ABC, Generic[P, T]):
             bucket.conditions.clear()  # of these sizes
             return None
 
-    def dynamic_dims(self, bucket: P) -> list[tuple[int, int]]:
+    def dynamic_dims(self, bucket: B) -> list[tuple[int, int]]:
         """Return the (input, dim) pairs of a bucket's inputs whose size is dynamic."""
         if self.shared_trace is None:
             return []
@@ -270,17 +262,19 @@ OutputMetadata: TypeAlias = (
 """The dims, symbols, buckets and rows of a tensor."""
 
 
-class Compiled(SizePolymorphic[TraceableProgram, tuple[ShapeTemplate, DynamicCode]]):
+class Compiled(SizePolymorphic[Bucket, tuple[ShapeTemplate, DynamicCode]]):
     """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    _written_inputs: frozenset[int] = frozenset()
+    def forget(self) -> None:
+        """See `SizePolymorphic`."""
+        super().forget()
+        self._written_inputs: set[int] = set()
 
-    @property
-    def compilations(self) -> int:
-        """The number of compilations."""
-        return sum(len(code.compiled) for _, code in self.traces())
+    def code_of(self, trace: tuple[ShapeTemplate, DynamicCode]) -> DynamicCode:
+        """See `SizePolymorphic`."""
+        return trace[1]
 
-    def run(self, bucket: TraceableProgram) -> Outputs:
+    def run(self, bucket: Bucket) -> Outputs:
         """Run the compiled program on a bucket's static inputs."""
         template, code = self.trace_for(bucket)
         sizes, inputs = bucket.spec.buckets, bucket.inputs()
@@ -290,7 +284,7 @@ class Compiled(SizePolymorphic[TraceableProgram, tuple[ShapeTemplate, DynamicCod
         bucket.written_inputs |= self._written_inputs
         return join_outputs(tensors, template.extra(sizes))
 
-    def trace(self, bucket: TraceableProgram, points: Sequence[tuple[int, ...]]) -> tuple[ShapeTemplate, DynamicCode]:
+    def trace(self, bucket: Bucket, points: Sequence[tuple[int, ...]]) -> tuple[ShapeTemplate, DynamicCode]:
         """See `SizePolymorphic`."""
         template = ShapeTemplate(
             lambda inputs: split_outputs(bucket.run_on(inputs)), bucket.zero_inputs, points, self.dim_inputs
@@ -298,6 +292,24 @@ class Compiled(SizePolymorphic[TraceableProgram, tuple[ShapeTemplate, DynamicCod
         self._written_inputs |= bucket.written_inputs
         share_inputs(template.module)
         return template, DynamicCode(template.module, self.options)
+
+
+class CompiledBucket(Bucket):
+    """A bucket that runs compiled code.
+
+    Args:
+        code: of its family.
+        arguments: as in `Bucket`.
+    """
+
+    has_compiled_code = True
+
+    def __init__(self, code: Compiled, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.code = code
+
+    def _run(self, host: HostSizes | None) -> Outputs:
+        return self.code.run(self)
 
 
 def split_outputs(outputs: Outputs) -> tuple[list[Tensor], OutputRest]:

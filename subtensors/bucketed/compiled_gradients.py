@@ -7,25 +7,28 @@ saves what is expensive to recompute, and a backward. Each is compiled once, wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from subtensors.bucketed.bucket import HostSizes
 from subtensors.bucketed.compiled import (
     CompileOptions,
     DynamicCode,
     SizePolymorphic,
-    TraceableProgram,
     dim_inputs,
     join_outputs,
     split_outputs,
 )
 from subtensors.bucketed.outputs import Outputs
-from subtensors.bucketed.program_state import State, leaf_ids_of
+from subtensors.bucketed.program_state import leaf_ids_of
+from subtensors.bucketed.trained_bucket import TrainedBucket
+from subtensors.dispatch.graphs.pool import capture_modes
 from subtensors.dispatch.ops.plain_types import detached
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.tracing.aten_trace import NotFunctional
 from subtensors.dispatch.tracing.joint_graph import ForwardBackward
 from subtensors.dispatch.tracing.shape_template import NoTemplate, ShapeTemplate
@@ -33,28 +36,6 @@ from subtensors.dispatch.tracing.shape_template import NoTemplate, ShapeTemplate
 _log = logging.getLogger("subtensors.bucketed")
 
 _JointRest: TypeAlias = tuple[object, ...]
-
-
-class DifferentiableProgram(TraceableProgram, Protocol):
-    """A bucket as compiled gradients need it: its tensors that require grad, besides its inputs."""
-
-    state: State
-
-    def aliased_parameters(self) -> list[Tensor]:
-        """Return the parameters that aliases can replace."""
-        ...
-
-    def grad_tensors_in_place(self) -> list[Tensor]:
-        """Return the tensors that are read in place and require grad."""
-        ...
-
-    def check(self, outputs: Outputs) -> None:
-        """Raise if the gradients of these results cannot be captured."""
-        ...
-
-    def check_leaves(self, leaf_ids: set[int], aliases: Iterable[Tensor]) -> None:
-        """Raise if a leaf would get no gradient."""
-        ...
 
 
 class Joint:
@@ -69,9 +50,7 @@ class Joint:
         NoTemplate, NotFunctional: there is no such graph.
     """
 
-    def __init__(
-        self, bucket: DifferentiableProgram, points: Sequence[tuple[int, ...]], options: CompileOptions
-    ) -> None:
+    def __init__(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]], options: CompileOptions) -> None:
         params = bucket.aliased_parameters()
         self.template = ShapeTemplate(
             lambda inputs: _joint(bucket, inputs),
@@ -88,34 +67,34 @@ class Joint:
         self.backward = DynamicCode(self.halves.backward, options)
 
 
-class CompiledGradients(SizePolymorphic[DifferentiableProgram, Joint]):
+class CompiledGradients(SizePolymorphic[TrainedBucket, Joint]):
     """A program tracked by autograd, as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    not_compiled_reason = ""
-    """The reason why it runs uncompiled, or ""."""
+    def forget(self) -> None:
+        """See `SizePolymorphic`."""
+        super().forget()
+        self.not_compiled_reason = ""
+        """The reason why it runs uncompiled, or ""."""
 
-    @property
-    def compilations(self) -> int:
-        """The number of compilations, each of a forward and a backward."""
-        return sum(len(joint.forward.compiled) for joint in self.traces())
+    def code_of(self, trace: Joint) -> DynamicCode:
+        """See `SizePolymorphic`."""
+        return trace.forward
 
-    def prepare(self, bucket: DifferentiableProgram) -> None:
-        """Trace the program if it was not traced yet; if it can't be compiled, set `not_compiled_reason`."""
-        if self.not_compiled_reason:
-            return
-        try:
-            self.trace_for(bucket)
-        except (NoTemplate, NotFunctional) as reason:
-            self.not_compiled_reason = str(reason)
-            _log.warning("it runs uncompiled where autograd tracks the call: %s", reason)
+    def prepare(self, bucket: TrainedBucket) -> bool:
+        """Trace the program if it was not traced yet; return whether it can be compiled, and warn if it can't."""
+        if not self.not_compiled_reason:
+            try:
+                self.trace_for(bucket)
+            except (NoTemplate, NotFunctional) as reason:
+                self.not_compiled_reason = str(reason)
+                _log.warning("it runs uncompiled where autograd tracks the call: %s", reason)
+        return not self.not_compiled_reason
 
-    def trace(self, bucket: DifferentiableProgram, points: Sequence[tuple[int, ...]]) -> Joint:
+    def trace(self, bucket: TrainedBucket, points: Sequence[tuple[int, ...]]) -> Joint:
         """See `SizePolymorphic`."""
         return Joint(bucket, points, self.options)
 
-    def forward(
-        self, bucket: DifferentiableProgram, given: Sequence[Tensor]
-    ) -> tuple[Outputs, list[int], list[Tensor]]:
+    def forward(self, bucket: TrainedBucket, given: Sequence[Tensor]) -> tuple[Outputs, list[int], list[Tensor]]:
         """Run the program.
 
         Args:
@@ -134,7 +113,7 @@ class CompiledGradients(SizePolymorphic[DifferentiableProgram, Joint]):
         return outputs, joint.roots_at, found[joint.num_results :]
 
     def backward(
-        self, bucket: DifferentiableProgram, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
+        self, bucket: TrainedBucket, saved: list[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Compute the gradients of the differentiated tensors, None where there is none.
 
@@ -162,8 +141,50 @@ class CompiledGradients(SizePolymorphic[DifferentiableProgram, Joint]):
         return [next(found) if is_present else None for is_present in joint.is_present]
 
 
+class CompiledTrainedBucket(TrainedBucket):
+    """A bucket whose calls are tracked by autograd, and run compiled code if the program can be compiled.
+
+    Args:
+        code: of its family.
+        arguments: as in `TrainedBucket`.
+    """
+
+    has_compiled_code = True
+
+    def __init__(self, code: CompiledGradients, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.code = code
+        self._saved: list[Tensor] = []
+        """The tensors that the compiled forward saved for the backward."""
+
+    def run_once(self, host: HostSizes) -> PyTree:
+        """See `TrainedBucket`; compiles the program first."""
+        with capture_modes(requires_grad=True):
+            self.is_compiled = self.code.prepare(self)
+        return super().run_once(host)
+
+    def _forward(self) -> Outputs:
+        if not self.is_compiled:
+            return super()._forward()
+        outputs, self.roots_at, self._saved = self.code.forward(self, self._given())
+        return outputs
+
+    def _note_leaves(self, roots: Sequence[Tensor]) -> None:
+        if not self.is_compiled:
+            super()._note_leaves(roots)
+
+    def _run_backward(self) -> list[Tensor | None]:
+        if not self.is_compiled:
+            return super()._run_backward()
+        saved, self._saved = self._saved, []
+        return self.code.backward(self, saved, self._given(), self.root_gradients)
+
+    def _given(self) -> list[Tensor]:
+        return [*self.inputs(), *self.aliased_parameters()]
+
+
 @contextmanager
-def _traced_modes(bucket: DifferentiableProgram) -> Iterator[None]:
+def _traced_modes(bucket: TrainedBucket) -> Iterator[None]:
     """A context without grad mode and autocast, since the graph contains its gradients and casts.
 
     The modes are the same for every caller: compiled code is recompiled in other modes, which would fail in a capture.
@@ -172,7 +193,7 @@ def _traced_modes(bucket: DifferentiableProgram) -> Iterator[None]:
         yield
 
 
-def _joint(bucket: DifferentiableProgram, inputs: Sequence[Tensor]) -> tuple[list[Tensor], _JointRest]:
+def _joint(bucket: TrainedBucket, inputs: Sequence[Tensor]) -> tuple[list[Tensor], _JointRest]:
     """Run the program and compute its gradients.
 
     Returns:

@@ -34,7 +34,8 @@ import torch
 
 from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
-from subtensors.bucketed.compiled import CompileCache, CompileOptions
+from subtensors.bucketed.compiled import CompileCache, Compiled, CompiledBucket, CompileOptions
+from subtensors.bucketed.compiled_gradients import CompiledGradients, CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
@@ -77,7 +78,7 @@ class GraphCache:
     ) -> None:
         self.name, self.state = name, state
         self.max_graphs, self.memory_limit, self.compile_options = max_graphs, memory_limit, compile_options
-        self.compile_cache = CompileCache(compile_options)
+        self.compile_cache = None if compile_options is None else CompileCache(compile_options)
         self.buckets: dict[BucketKey, Bucket] = {}
         self.pools: dict[torch.device, GraphPool] = {}
         self.replay_count = 0
@@ -118,14 +119,12 @@ class GraphCache:
     def _new(
         self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
     ) -> Bucket:
-        pool = self._pool(device)
-        bucket: Bucket
+        arguments, cache = (spec, leaves, call, device, self._pool(device)), self.compile_cache
+        if cache is None:
+            return TrainedBucket(*arguments, self.state) if requires_grad else Bucket(*arguments)
         if requires_grad:
-            bucket = TrainedBucket(spec, leaves, call, device, pool, self.state)
-        else:
-            bucket = Bucket(spec, leaves, call, device, pool)
-        bucket.use_compiled_code(self.compile_cache)
-        return bucket
+            return CompiledTrainedBucket(cache.code_for(spec, device, CompiledGradients), *arguments, self.state)
+        return CompiledBucket(cache.code_for(spec, device, Compiled), *arguments)
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":
@@ -221,7 +220,7 @@ class GraphCache:
             with autograd.without_version_bumps(self.state.buffers()):
                 self._capture(bucket)
         self._note_captured(bucket)
-        if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket and bucket.compiled is None:
+        if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket:
             self._captures_without_run.setdefault(spec.family_key, bucket.pool.active_bytes() <= active_bytes)
         return result
 
@@ -311,7 +310,7 @@ class GraphCache:
             sum(b.captures for b in statistics),
             sum(max(b.captures - 1, 0) for b in statistics),
             self.evictions,
-            self.compile_cache.recompiles,
+            0 if self.compile_cache is None else self.compile_cache.recompiles,
             dict(all_fallbacks),
             sizes,
             notes=dict(self.notes),
@@ -344,10 +343,9 @@ class GraphCache:
             bucket.needs_recapture = True
         self.state.take_snapshot()
         self.state.optimizers.reread_state()
-        self.compile_cache.drop()
+        if self.compile_cache is not None:
+            self.compile_cache.drop()
         self._captures_without_run.clear()
-        for bucket in self.buckets.values():
-            bucket.use_compiled_code(self.compile_cache)
 
     def release(self) -> None:
         """Drop every graph and static input, and clear the reasons why buckets have none."""

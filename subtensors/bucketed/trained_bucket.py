@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, Call, HostSizes
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
-from subtensors.bucketed.compiled import CompileCache
-from subtensors.bucketed.compiled_gradients import CompiledGradients
 from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
 from subtensors.bucketed.program_state import State, leaf_ids_of
 from subtensors.bucketed.python_objects import flatten_result_objects
@@ -70,28 +68,16 @@ class TrainedBucket(Bucket):
         """The static tensors from which the backward reads the gradients of these outputs."""
         self._root_loads: dict[int, InputLoader] = {}
         """By the index of the output, the load that copies a caller's gradient there."""
+        self.is_compiled = False
+        """True once the program and its gradients were compiled."""
         self.is_differentiable = False
         """True if a result requires grad; none does in a whole training step, for example."""
         self.aliases: dict[int, nn.Parameter] = {}
         """The aliases that the program runs on in place of the parameters; see Note [Parameter aliases]."""
         self.unaliased: frozenset[int] = frozenset()
         """Ids of parameters that the program also reads from elsewhere, such as a list in a module."""
-        self.gradients_code: CompiledGradients | None = None
-        """The program and its gradients as compiled code, if compilation is on."""
-        self.is_compiled = False
-        self.saved: Sequence[Tensor] = ()
-        """The tensors that the compiled forward saved for the backward."""
         self.first_leaf_ids: frozenset[int] = frozenset()
         """Ids of the leaves that the first call's results depend on."""
-
-    def use_compiled_code(self, cache: CompileCache) -> None:
-        """See `Bucket`."""
-        self.gradients_code = cache.code_for(self, CompiledGradients)
-
-    @property
-    def has_compiled_code(self) -> bool:
-        """See `Bucket`."""
-        return self.gradients_code is not None
 
     def grad_inputs(self, leaves: Sequence[PyTree]) -> list[Tensor]:
         """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
@@ -132,11 +118,6 @@ class TrainedBucket(Bucket):
 
     def _forward(self) -> Outputs:
         """Run the forward on the static inputs; set `roots_at`, and return the outputs."""
-        if self.is_compiled:
-            assert self.gradients_code is not None
-            given = [*self.inputs(), *self.aliased_parameters()]
-            outputs, self.roots_at, self.saved = self.gradients_code.forward(self, given)
-            return outputs
         with self.state.swapped_parameters(self.aliases):
             outputs = self.run_on(self.inputs())
         self.check(outputs)
@@ -224,23 +205,23 @@ class TrainedBucket(Bucket):
         def forward_and_backward() -> None:
             outputs = self._forward()
             if self.roots_at:
-                if not self.is_compiled:
-                    leaf_ids = leaf_ids_of([outputs.leaves[i].value for i in self.roots_at])
-                    self.unaliased |= leaf_ids & self.aliases.keys()
-                    self.check_leaves(leaf_ids, self.aliases.values())
+                self._note_leaves([outputs.leaves[i].value for i in self.roots_at])
                 self._set_outputs(outputs)
                 if self.is_one_node:
                     self._run_backward()
 
         with capture_modes(requires_grad=True):
-            if self.gradients_code is not None:
-                self.gradients_code.prepare(self)
-                self.is_compiled = not self.gradients_code.not_compiled_reason
             self._make_aliases()
             with warnings.catch_warnings():
                 # Nodes of leaves without an alias belong to the caller's stream; nothing is accumulated here.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
                 self.pool.run(forward_and_backward) if self.pool is not None else forward_and_backward()
+
+    def _note_leaves(self, roots: Sequence[Tensor]) -> None:
+        """Note which parameters these results depend on besides their aliases; raise if a leaf has none."""
+        leaf_ids = leaf_ids_of(roots)
+        self.unaliased |= leaf_ids & self.aliases.keys()
+        self.check_leaves(leaf_ids, self.aliases.values())
 
     def capture(self) -> None:
         """Capture the forward and the backward; see `Bucket.capture`."""
@@ -292,11 +273,6 @@ class TrainedBucket(Bucket):
 
     def _run_backward(self) -> list[Tensor | None]:
         assert self.outputs is not None
-        if self.is_compiled:
-            assert self.gradients_code is not None
-            saved, self.saved = list(self.saved), ()
-            given = [*self.inputs(), *self.aliased_parameters()]
-            return self.gradients_code.backward(self, saved, given, self.root_gradients)
         roots = [self.outputs.leaves[i].value for i in self.roots_at]
         grad_inputs = self._grad_inputs_of_capture()
         # A backward may recompute parts of the program.

@@ -50,7 +50,7 @@ def batch(n: int, device: str) -> tuple[Tensor, Tensor]:
 
 def codes(run: Any) -> list[bool]:
     """For each compilation of a runner: does it serve every size?"""
-    kept = {id(b.gradients_code): b.gradients_code for b in run.graph_cache.buckets.values() if b.is_compiled}
+    kept = {id(b.code): b.code for b in run.graph_cache.buckets.values() if b.is_compiled}
     return [code.shared_trace is not None for code in kept.values()]
 
 
@@ -232,7 +232,7 @@ def test_a_whole_step_runs_the_compiled_code_of_a_loss_that_is_bucketed_too(
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
     assert run.stats().hits == 4
-    (code,) = {b.gradients_code for b in loss_of.graph_cache.buckets.values()}  # type: ignore[attr-defined]
+    (code,) = {b.code for b in loss_of.graph_cache.buckets.values()}  # type: ignore[attr-defined]
     assert code.shared_trace is not None
     assert loss_of.stats().recompiles == 0
     assert not loss_of.captured_buckets()

@@ -28,7 +28,7 @@ ROOMS = {
     "subtensors.optim": f"{REST} updates __init__".split(),
     "subtensors.bucketed": (
         "reachable_state state_guard program_state side_effects python_objects call_key call_spec dim_spec outputs "
-        f"compiled compiled_gradients statistics bucket trained_bucket autograd_nodes {REST}"
+        f"statistics bucket trained_bucket compiled compiled_gradients graph_cache autograd_nodes {REST}"
     ).split(),
 }
 """Of a package its rooms and files, each of which may import from those before it."""
