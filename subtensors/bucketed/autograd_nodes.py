@@ -167,7 +167,7 @@ def unwrap_padded_leaves(
     sizes: TrueSizes | None = None
     for x, (_, given) in zip(leaves, places, strict=True):
         if isinstance(x, PaddedTensor):
-            declared = {d % x.dim(): dim.symbol for d, dim in (given or {}).items()}
+            declared = {d: dim.symbol for d, dim in given.items()}
             padded = {d: size_of(factors) for d, factors in enumerate(x._dims) if is_padded(factors)}
             own = x._sizes
             if own is None or own.rows is not None or padded != declared or sizes not in (None, own):

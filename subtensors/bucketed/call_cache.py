@@ -16,7 +16,7 @@ from subtensors.bucketed.bucket import Bucket
 from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
 from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, LeafDims, NotCacheable, analyze, device_of
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
-from subtensors.bucketed.dim_spec import ArgumentDims, dim_sizes
+from subtensors.bucketed.dim_spec import ArgumentDims
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.program_state import State
@@ -25,6 +25,7 @@ from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.size_conditions import SizeConditions
+from subtensors.padded.padded_tensor import PaddedTensor
 
 MAX_CACHED_CALLS = 4096
 """The most keys that a runner remembers."""
@@ -101,8 +102,6 @@ class CallCache:
         """The true sizes of calls whose keys were dropped from the cache."""
         self._values: dict[str, set[object]] = {}
         """The values seen of arguments that are not tensors, by place."""
-        self._numbers: dict[str, set[object]] = {}
-        """The first values of arguments that are numbers, by place."""
         self._last: CachedCall | None = None
         """The call that was analyzed last, of those with a spec."""
         self.is_bounded = graph_cache.max_graphs is None
@@ -142,9 +141,8 @@ class CallCache:
         *_, structure, modes = shared
         form = CallFormat.of(self._dims.positional, args, kwargs, structure)
         leaves, places = form.ordered(leaves), form.ordered(self._dims.of_leaves(args, kwargs))
-        sizes = {
-            dim.name: size for x, (_, dims) in zip(leaves, places, strict=True) for dim, size in dim_sizes(x, dims)
-        }
+        given = [(x, dims) for x, (_, dims) in zip(leaves, places, strict=True) if not isinstance(x, PaddedTensor)]
+        sizes = {dim.name: x.shape[d] for x, dims in given for d, dim in dims.items()}
         try:
             spec = analyze(leaves, places, (form.key, modes))
             device = device_of(spec, self._state.tensors())
@@ -162,9 +160,9 @@ class CallCache:
         if self._max_waste is not None and elements[1] > self._max_waste * elements[0]:
             cached.reason = f"padding would be more than max_waste={self._max_waste:g} times the true size"
             return cached
-        if too_many := self._too_many_values(leaves, [place for place, _ in places], form, modes[-1]):
+        if too_many := self._note_values(leaves, cached.places, form, modes[-1]):
             return CachedCall(None, None, too_many, sizes=sizes)
-        for note in [*self._unnamed_dim(cached, places), *self._varying_numbers(leaves, cached.places)]:
+        for note in self._unnamed_dim(cached, places):
             self._graph_cache.note(note)
         self._last = cached
         call = form.program_on_leaves(self._program, self._state)
@@ -189,25 +187,14 @@ class CallCache:
             if now.leaf != before.leaf or len(now.shape) != len(before.shape) or now.dims is not None:
                 continue
             for d, (size, old) in enumerate(zip(now.shape, before.shape, strict=True)):
-                named = {k % len(now.shape) for k in places[now.leaf][1] or ()}
                 same = [name for name, n in cached.sizes.items() if (n, self._last.sizes.get(name)) == (size, old)]
-                if size != old and d not in named and same:
+                if size != old and d not in places[now.leaf][1] and same:
                     place = cached.places[now.leaf]
                     yield (
                         f"each size of {place} gets a graph of its own, since it has the size of {same[0]} in dim {d} "
                         f"and dims don't say so: {{{place!r}: {{{d}: {same[0]}}}}}"
                     )
                     return
-
-    def _varying_numbers(self, leaves: Sequence[PyTree], places: Sequence[str]) -> Iterator[str]:
-        """Yield a note for each number among the arguments that has its third value now."""
-        for x, place in zip(leaves, places, strict=True):
-            if isinstance(x, Number) and not isinstance(x, bool):
-                seen = self._numbers.setdefault(place, set())
-                if leaf_key(x) not in seen and len(seen) < VARYING:
-                    seen.add(leaf_key(x))
-                    if len(seen) == VARYING:
-                        yield f"each value of {place} gets a graph of its own: give a tensor on the same device"
 
     def nested_call(self, args: Args, kwargs: Kwargs) -> NestedCall | None:
         """Return a call of compiled code, made inside another bucketed program; None if the program is to run."""
@@ -233,28 +220,34 @@ class CallCache:
         given = [dense[source.leaf] for source in bucket.spec.inputs]
         return NestedCall(bucket, [*given, values], sizes)
 
-    def _too_many_values(
-        self, leaves: Sequence[PyTree], places: Sequence[str], form: CallFormat, user_key: object
-    ) -> str:
-        """Return a reason if an argument, or the user's key, has had too many values to get further graphs, or ""."""
-        if not self.is_bounded:
-            return ""
+    def _note_values(self, leaves: Sequence[PyTree], places: Sequence[str], form: CallFormat, user_key: object) -> str:
+        """Note the values of arguments that are no tensors, and of the user's key, each of which has its own graphs.
+
+        Returns:
+            A reason if there were too many of one for further graphs, or "".
+        """
         for x, place in zip(leaves, places, strict=True):
             if not isinstance(x, Hashable):
                 return f"{place} can't be part of a graph's key: unhashable type: {type(x).__name__!r}"
-        values: list[tuple[object, str, int]] = [
-            (leaf_key(x), place, MAX_OBJECTS_PER_ARG if is_identity_keyed(x) else MAX_VALUES_PER_ARG)
+        values: list[tuple[object, str, int, bool]] = [
+            (leaf_key(x), place, MAX_OBJECTS_PER_ARG if is_identity_keyed(x) else MAX_VALUES_PER_ARG, _is_number(x))
             for x, place in zip(leaves, places, strict=True)
             if not isinstance(x, Tensor)
         ]
-        values += [(own, f"the structure of {name}", MAX_VALUES_PER_ARG) for name, own in form.key if own is not None]
-        values += [(user_key, "key", MAX_VALUES_PER_ARG)] if user_key is not None else []
-        for key, place, max_values in values:
-            seen = self._values.setdefault(place, set())
-            if key not in seen and len(seen) >= max_values:
-                return f"{place} had {max_values} values, each with graphs of its own: give a tensor, or max_graphs"
-        for key, place, _ in values:
-            self._values[place].add(key)
+        others: list[tuple[object, str]] = [(own, f"the structure of {name}") for name, own in form.key]
+        others.append((user_key, "key"))
+        values += [(key, place, MAX_VALUES_PER_ARG, False) for key, place in others if key is not None]
+        new = [(*value, seen) for value in values if value[0] not in (seen := self._values.setdefault(value[1], set()))]
+        for _, place, most, _, seen in new:
+            if len(seen) >= most and self.is_bounded:
+                return f"{place} had {most} values, each with graphs of its own: give a tensor, or max_graphs"
+        for key, place, most, is_number, seen in new:
+            if len(seen) < most:
+                seen.add(key)
+                if is_number and len(seen) == VARYING:
+                    self._graph_cache.note(
+                        f"each value of {place} gets a graph of its own: give a tensor on the same device"
+                    )
         return ""
 
     def forget_values(self) -> None:
@@ -267,3 +260,7 @@ class CallCache:
         for cached in self.known.values():
             cached.add_sizes(sizes)
         return sizes
+
+
+def _is_number(x: PyTree) -> bool:
+    return isinstance(x, Number) and not isinstance(x, bool)

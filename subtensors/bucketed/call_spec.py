@@ -34,7 +34,6 @@ from subtensors.bucketed.call_key import (
 )
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
-from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.size_conditions import HostSize
@@ -160,8 +159,8 @@ AS_GIVEN = CallFormat(None, (), None, 0, ())
 """The form that reorders nothing, for calls whose form does not matter."""
 
 BucketKey: TypeAlias = tuple[object, ...]
-LeafDims: TypeAlias = tuple[str, Mapping[int, Dim] | None]
-"""The place of one leaf of a call among the arguments, in words, and its padded dims."""
+LeafDims: TypeAlias = tuple[str, Mapping[int, Dim]]
+"""The place of one leaf of a call among the arguments, in words, and its padded dims; none if it is no tensor."""
 
 
 class NotCacheable(Exception):
@@ -283,7 +282,9 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
         if isinstance(x, PaddedTensor):
             _take_caller_sizes(i, x, place, caller, host)
         elif isinstance(x, Tensor) and given:
-            padded[i] = _padded_dims(x, place, given, agreed)
+            padded[i] = {
+                d: dim for d, dim in given.items() if _is_padded(dim, x.shape[d], f"dim {d} of {place}", agreed)
+            }
     varying = {dim for found in padded.values() for dim in found.values()}
     dims = tuple(dim for dim in agreed.sizes if dim in varying)
     sizes = tuple(int(agreed.sizes[dim]) for dim in dims)  # type: ignore[arg-type]
@@ -325,18 +326,6 @@ def device_of(spec: CallSpec, state: Iterable[Tensor]) -> torch.device:
     if len(devices) > 1:
         raise NotCacheable(f"arguments are on several devices: {', '.join(sorted(map(str, devices)))}")
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _padded_dims(x: Tensor, place: str, given: Mapping[int, Dim], agreed: SizeAgreement) -> dict[int, Dim]:
-    """Return the dims of an argument that are padded in this call, counted from the front."""
-    for d in given:
-        if not -x.dim() <= d < x.dim():
-            raise ValueError(f"dim {d} of {place} is padded, which has {counted(x.dim(), 'dim')}")
-    return {
-        d % x.dim(): dim
-        for d, dim in given.items()
-        if _is_padded(dim, x.shape[d], f"dim {d % x.dim()} of {place}", agreed)
-    }
 
 
 def _input_spec(

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -59,41 +60,25 @@ class ArgumentDims:
                 raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
 
     def of_leaves(self, args: Args, kwargs: Kwargs) -> list[LeafDims]:
-        """Return for each leaf of a call its place in words and its padded dims, in the order of `flatten`.
+        """Return for each leaf of a call its place and its padded dims, in the order of `flatten`.
 
         Raises:
-            ValueError: the dims of a container name something that it does not hold.
-            TypeError: they name an object that is no container.
+            ValueError: the dims of a container name something that it does not hold, or a leaf lacks a dim.
+            TypeError: they name an object that is no container, or a leaf that is no dense tensor.
         """
         found: list[LeafDims] = []
         named = [(self.positional[i] if i < len(self.positional) else i, x) for i, x in enumerate(args)]
         for name, x in [*named, *kwargs.items()]:
             given = self.everywhere or self.by_name.get(name)
             place = name if isinstance(name, str) else f"argument {name}"
-            paths = _paths(flatten_argument_objects(x))
-            if given and not self.everywhere and has_parts(x) and paths == [()]:
+            opened = flatten_argument_objects(x)
+            if given and not self.everywhere and has_parts(x) and _parts(opened) is None:
                 raise TypeError(
                     f"dims name {place}, a {type(x).__name__} whose tensors are not seen: make it a dataclass or a "
                     f"pytree (torch.utils._pytree.register_pytree_node), or pass its tensors"
                 )
-            _check_names(given, paths, place)
-            for path in paths:
-                found.append((place + pytree.keystr(path), _dims_at(given, path)))
+            found += _leaf_dims(opened, given, place)
         return found
-
-
-def dim_sizes(x: object, given: Mapping[int, Dim] | None) -> list[tuple[Dim, int]]:
-    """Return the Dims of one leaf of a call, each with the leaf's size.
-
-    Args:
-        x: the leaf.
-        given: the Dims on which it is padded, by dim.
-    """
-    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
-        return []
-    if given and (type(x) in MAPPED_TYPES or x.is_nested):
-        raise TypeError(f"an argument that is padded is a dense tensor, got {shown(x)}; hand it over as plain tensors")
-    return [(dim, x.shape[d]) for d, dim in (given or {}).items() if -x.dim() <= d < x.dim()]
 
 
 def _is_padded_dims(given: object) -> TypeGuard[Mapping[int, Dim]]:
@@ -123,19 +108,6 @@ def _checked(given: PyTree, place: str) -> PyTree:
     raise TypeError(f"{place} is padded on {{dim: st.Dim(...)}} or a pytree of those; got {given!r}")
 
 
-def _paths(x: PyTree) -> list[tuple[pytree.KeyEntry, ...]]:
-    """Return the pytree paths of a container's leaves; parts of a class registered without names are numbered."""
-    try:
-        return [path for path, _ in pytree.tree_flatten_with_path(x)[0]]
-    except ValueError:  # a class that was registered without names
-        parts = pytree.tree_leaves(x, is_leaf=lambda part: part is not x)
-        try:
-            steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
-        except ValueError:
-            steps = [pytree.SequenceKey(i) for i in range(len(parts))]
-        return [(step, *path) for step, part in zip(steps, parts, strict=True) for path in _paths(part)]
-
-
 def _all_dims(given: PyTree) -> list[Dim]:
     if isinstance(given, Dim):
         return [given]
@@ -143,33 +115,52 @@ def _all_dims(given: PyTree) -> list[Dim]:
     return [dim for part in parts for dim in _all_dims(part)]
 
 
-def _check_names(given: PyTree, paths: Sequence[Sequence[object]], place: str) -> None:
-    """Raise an error if dims name a part that a container with leaves at these paths does not hold."""
-    if given is None or _is_padded_dims(given) or not any(paths):
+def _leaf_dims(x: PyTree, given: PyTree, place: str) -> Iterator[LeafDims]:
+    """Yield the place and the padded dims of each leaf of an argument.
+
+    Args:
+        x: the argument, or a part of it.
+        given: the padded dims of all its tensors, or of those of its parts that a dict or list names.
+        place: of it, in words.
+    """
+    parts = _parts(x)
+    if parts is None:
+        yield place, _dims_of_tensor(x, given, place) if isinstance(x, Tensor) and _is_padded_dims(given) else {}
         return
-    held = dict.fromkeys(_name_of(path[0]) for path in paths if path)
-    for name, part in given.items() if isinstance(given, Mapping) else enumerate(given):
-        if name not in held and part is not None:
-            holds = ", ".join(map(repr, held))
-            raise ValueError(f"dims name {place}[{name!r}], and the {place} of this call holds {holds}")
-        _check_names(part, [path[1:] for path in paths if path and _name_of(path[0]) == name], f"{place}[{name!r}]")
+    is_of_all = given is None or _is_padded_dims(given)
+    named = {} if is_of_all else dict(given.items() if isinstance(given, Mapping) else enumerate(given))
+    held = [name for name, *_ in parts]
+    unknown = [name for name, part in named.items() if name not in held and part is not None]
+    if unknown and parts:
+        holds = ", ".join(map(repr, held))
+        raise ValueError(f"dims name {place}[{unknown[0]!r}], and the {place} of this call holds {holds}")
+    for name, step, part in parts:
+        yield from _leaf_dims(part, given if is_of_all else named.get(name), place + str(step))
 
 
-def _name_of(step: object) -> object:
-    return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
+def _parts(x: PyTree) -> list[tuple[object, pytree.KeyEntry, PyTree]] | None:
+    """Return the parts of a container, each after its name and the step of a path to it; None if it is a leaf.
+
+    Those of a class that is registered without names are numbered.
+    """
+    parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
+    if structure.is_leaf():
+        return None
+    steps: list[Any] = [pytree.SequenceKey(i) for i in range(len(parts))]
+    with suppress(ValueError):  # raised for a class that is registered without names
+        steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
+    names = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in steps]
+    return list(zip(names, steps, parts, strict=True))
 
 
-def _dims_at(given: PyTree, path: Sequence[object]) -> Mapping[int, Dim] | None:
-    """Return the padded dims of the leaf at a path below an argument."""
-    for step in path:
-        if given is None or _is_padded_dims(given):
-            break
-        name = _name_of(step)
-        if isinstance(given, Mapping):
-            given = given.get(name)
-        else:
-            given = given[name] if isinstance(name, int) and name < len(given) else None
-    return given if _is_padded_dims(given) else None
+def _dims_of_tensor(x: Tensor, given: Mapping[int, Dim], place: str) -> dict[int, Dim]:
+    """Return the padded dims of a tensor, counted from the front."""
+    if not isinstance(x, PaddedTensor):
+        if type(x) in MAPPED_TYPES or x.is_nested:
+            raise TypeError(f"{place} is padded, so it is a dense tensor; got {shown(x)}: hand plain tensors over")
+        if wrong := [d for d in given if not -x.dim() <= d < x.dim()]:
+            raise ValueError(f"{place} is padded in dim {wrong[0]}, and has shape {tuple(x.shape)}")
+    return {d % x.dim(): dim for d, dim in given.items()}
 
 
 def _parameter_names(program: Callable[..., object]) -> tuple[list[str], list[str], bool, bool]:
@@ -230,30 +221,22 @@ def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: 
     """
     leaves, structure = flatten(args, kwargs)
     places = dims.of_leaves(args, kwargs)
-    used = {dim: None for _, padded in places for dim in (padded or {}).values()}
+    for x, (place, padded) in zip(leaves, places, strict=True):
+        if padded and x.layout is not torch.strided:
+            raise TypeError(f"{place} is padded, so the example is a dense tensor; got {shown(x)}")
+    used = {dim: None for _, padded in places for dim in padded.values()}
     largest_first = sorted(itertools.product(*[dim.buckets for dim in used]), key=math.prod, reverse=True)
     calls = []
     for buckets in largest_first[:max_calls]:
         sizes = dict(zip(used, buckets, strict=True))
         resized = [
             repeat_to_sizes(x, {d: sizes[dim] for d, dim in padded.items()})
-            if padded and _is_resized(x, place, padded)
+            if padded and not isinstance(x, PaddedTensor)
             else x
-            for x, (place, padded) in zip(leaves, places, strict=True)
+            for x, (_, padded) in zip(leaves, places, strict=True)
         ]
         calls.append((resized, *unflatten(resized, structure, len(args), tuple(kwargs))))
     return calls
-
-
-def _is_resized(x: object, place: str, padded: Mapping[int, Dim]) -> TypeGuard[Tensor]:
-    """Return whether an example is a tensor that is padded in calls; raise an error if it can't be."""
-    if not isinstance(x, Tensor) or isinstance(x, PaddedTensor):
-        return False
-    if type(x) in MAPPED_TYPES or x.layout is not torch.strided or x.is_nested:
-        raise TypeError(f"{place} is padded, so the example is a dense tensor; got {shown(x)}")
-    if wrong := [d for d in padded if not -x.dim() <= d < x.dim()]:
-        raise ValueError(f"{place} is padded in dim {wrong[0]}, and the example has shape {tuple(x.shape)}")
-    return True
 
 
 def with_progress(steps: Sequence[T], description: str, visible: bool) -> Iterator[T]:

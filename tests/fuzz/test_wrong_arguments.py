@@ -210,7 +210,11 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "on_miss is 'capture'",
     ),
-    "a TensorList that is padded": (lambda: run()(a_list()), TypeError, "padded is a dense tensor, got a TensorList"),
+    "a TensorList that is padded": (
+        lambda: run()(a_list()),
+        TypeError,
+        "padded, so it is a dense tensor; got a TensorList",
+    ),
     "an argument that holds itself": (
         lambda: run()(torch.ones(2, 3), value("circle")),
         ValueError,
@@ -219,7 +223,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an example without the padded dim": (
         lambda: run().warmup(X),
         ValueError,
-        "x is padded in dim 1, and the example has shape (3,)",
+        "x is padded in dim 1, and has shape (3,)",
     ),
     "progress of text": (
         lambda: run().warmup(torch.ones(2, 3), progress="no"),
