@@ -250,18 +250,19 @@ def _workspace_pool(device: torch.device) -> AbstractContextManager[None]:
 
 def rng_state(device: torch.device) -> torch.Tensor:
     """Return the state of a device's random generator, without waiting for the device. Checked on 2.11, 2.13."""
-    return _generator(device).get_state()
+    return generator_of(device).get_state()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the random generator of a device to a state that `rng_state` returned."""
-    _generator(device).set_state(state)
+    generator_of(device).set_state(state)
 
 
 def seed_rng(device: torch.device, seed: int) -> None:
     """Seed the random generator of this device alone; `torch.manual_seed` seeds those of all devices."""
-    _generator(device).manual_seed(seed)
+    generator_of(device).manual_seed(seed)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the random generator of a device."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import threading
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ ROLLBACK_BYTES = 256 << 20
 
 _CPU = torch.device("cpu")
 
-_PythonState: TypeAlias = tuple[object, ...]
-_NumpyState: TypeAlias = tuple[str, bytes, int, int, float]
+_Source: TypeAlias = "Generator | types.ModuleType"
+"""A random generator, or the module `random` or `numpy.random`, whose functions draw from one of its own."""
 
 
 class RngState:
@@ -65,60 +66,42 @@ class RngState:
 
     def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Generator] = ()) -> None:
         gpus = {device for device in devices if device.type == "cuda"}
-        self._states = {device: capture.rng_state(device) for device in (_CPU, *gpus)}
-        self._host = _host_states()
-        self._own = [(generator, _own_state(generator)) for generator in own]
+        defaults = [capture.generator_of(device) for device in (torch.device("cpu"), *gpus)]
+        self._states = [(source, _state_of(source)) for source in (*defaults, random, np.random, *own)]
 
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        if _host_states() != self._host or not _are_equal(capture.rng_state(_CPU), self._states[_CPU]):
-            return True
-        on_host = ((own, state) for own, state in self._own if getattr(own, "device", _CPU).type == "cpu")
-        return any(_own_state(own) != state for own, state in on_host)
+        on_host = ((x, before) for x, before in self._states if not isinstance(x, torch.Generator) or x.device == _CPU)
+        return any(_state_of(source) != before for source, before in on_host)
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since the snapshot, on the host or a device."""
-        return (
-            self.has_host_drawn()
-            or any(not _are_equal(capture.rng_state(device), state) for device, state in self._states.items())
-            or any(_own_state(own) != state for own, state in self._own)
-        )
+        return any(_state_of(source) != before for source, before in self._states)
 
     def restore(self) -> None:
         """Restore all generators to the snapshot."""
-        for device, state in self._states.items():
-            capture.set_rng_state(device, state)
-        python_state, (name, numbers, *rest) = self._host
-        random.setstate(python_state)
-        numpy_state: Any = (name, np.frombuffer(numbers, dtype=np.uint32), *rest)
-        np.random.set_state(numpy_state)
-        for own, before in self._own:
-            _restore_own(own, before)
+        for source, before in self._states:
+            _set_state(source, pickle.loads(before))
 
 
-def _own_state(generator: Generator) -> bytes:
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy())
-
-
-def _restore_own(generator: Generator, state: bytes) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = pickle.loads(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    else:
-        generator.set_state(torch.from_numpy(pickle.loads(state)))
-
-
-def _host_states() -> tuple[_PythonState, _NumpyState]:
-    name, numbers, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
-
-
-def _are_equal(now: Tensor, before: Tensor) -> bool:
+def _state_of(source: _Source) -> bytes:
     # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
-    return bool(now.numpy().tobytes() == before.numpy().tobytes())
+    if isinstance(source, torch.Generator):
+        return pickle.dumps(source.get_state().numpy())
+    if isinstance(source, np.random.Generator):
+        return pickle.dumps(source.bit_generator.state)
+    return pickle.dumps(np.random.get_state() if source is np.random else source.getstate())
+
+
+def _set_state(source: _Source, state: Any) -> None:
+    if isinstance(source, torch.Generator):
+        source.set_state(torch.from_numpy(state))
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif source is np.random:
+        np.random.set_state(state)
+    else:
+        source.setstate(state)
 
 
 @contextmanager
