@@ -20,8 +20,11 @@ from subtensors.bucketed.state_guard import Optimizers, StateGuard
 from subtensors.dispatch.graphs.guards import Writes, exact, is_plain
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
 
-TensorDict: TypeAlias = dict[str, Any]
+TensorDict: TypeAlias = dict[Any, Any]
 """The parameters or buffers of one module, by name; some are None. Or values that an optimizer holds."""
+
+Registered: TypeAlias = tuple[TensorDict, TensorDict, bool]
+"""A dict, a copy of it, and whether it is of an optimizer's state or groups."""
 
 
 class State:
@@ -85,27 +88,32 @@ class State:
             return "a GradScaler asks the device whether gradients are finite: scale and step outside of the program"
         return self.optimizers.no_capture_reason()
 
-    def registered(self) -> list[tuple[TensorDict, TensorDict]]:
+    def registered(self) -> list[Registered]:
         """Return each dict in which a module holds parameters or buffers, or an optimizer its state, with a copy of it.
 
         Of the attributes of an optimizer only plain values are copied.
         """
-        found = self.optimizers.found
-        dicts = [d for m in self.guard.modules for d in (m._parameters, m._buffers)]
-        dicts += [d for opt in found for d in (*opt.state.values(), *opt.param_groups)]
-        own = [(vars(opt), {name: x for name, x in vars(opt).items() if is_plain(x)}) for opt in found]
-        return [(values, dict(values)) for values in dicts] + own
+        dicts: list[TensorDict] = [d for m in self.guard.modules for d in (m._parameters, m._buffers)]
+        found = [(d, dict(d), False) for d in dicts]
+        for opt in self.optimizers.found:
+            # The state first, since entries of it may be replaced, and are restored to what they held.
+            found += [(d, dict(d), True) for d in (opt.state, *opt.state.values(), *opt.param_groups)]
+            found.append((vars(opt), {name: x for name, x in vars(opt).items() if is_plain(x)}, False))
+        return found
 
-    def restore_registered(self, before: list[tuple[TensorDict, TensorDict]]) -> str:
+    def restore_registered(self, before: list[Registered], drops_new_state: bool = False) -> str:
         """Restore what was replaced in these dicts; return the name of the first value, "" if none was replaced.
 
         Args:
             before: what `registered` returned.
+            drops_new_state: drop what optimizers made since, too.
         """
         replaced: list[str] = []
-        for now, copy in before:
+        for now, copy, is_state in before:
+            for name in [name for name in now if name not in copy] if is_state and drops_new_state else ():
+                del now[name]
             changed = {name: x for name, x in copy.items() if name not in now or not _is_same(now[name], x)}
-            replaced += changed
+            replaced += [name if isinstance(name, str) else "the state of an optimizer" for name in changed]
             if changed:  # those of scripted modules have no update
                 now.update(changed)
         return replaced[0] if replaced else ""

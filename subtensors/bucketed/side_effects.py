@@ -196,7 +196,6 @@ class Snapshot:
     ) -> None:
         self._state, self._registered = state, state.registered()
         self._rng = RngState([*devices, *[t.device for t in state.tensors()]], [*state.generators, *generators])
-        self._optimizers = state.optimizers.copies()
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
         # What other threads do to gradients from now on is not undone, unless an optimizer has read them.
         self._accumulations = None if state.optimizers.found else Accumulations(state, leaves)
@@ -240,8 +239,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Undo what was written since the snapshot; log a warning if a tensor without a copy was written to."""
-        self._state.restore_registered(self._registered)
-        self._state.optimizers.restore(self._optimizers)
+        self._state.restore_registered(self._registered, drops_new_state=True)
         others = set[int]()
         for t, gradient in self._gradients:
             if self._accumulations is not None and self._accumulations.are_elsewhere(t):

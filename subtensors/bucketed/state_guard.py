@@ -43,8 +43,6 @@ _CONTAINERS = nn.ModuleList.__module__
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 _Group: TypeAlias = dict[str, Any]
-_Copy: TypeAlias = tuple[torch.optim.Optimizer, dict[Tensor, _Group], list[_Group]]
-"""An optimizer, and copies of its state by parameter and of its parameter groups."""
 
 
 class StateGuard:
@@ -187,26 +185,6 @@ class Optimizers:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of their state."""
         return [x for x in self._entries() if isinstance(x, Tensor)]
-
-    def copies(self) -> list[_Copy]:
-        """Return each optimizer with shallow copies of its state and of its parameter groups."""
-        return [
-            (opt, {p: dict(entry) for p, entry in opt.state.items()}, [dict(group) for group in opt.param_groups])
-            for opt in self.found
-        ]
-
-    def restore(self, copies: list[_Copy]) -> None:
-        """Restore the state and groups that `copies` returned; the contents of tensors are not restored."""
-        for opt, states, groups in copies:
-            for p in [p for p in opt.state if p not in states]:
-                del opt.state[p]
-            for p, before in states.items():
-                entry = opt.state[p]
-                for name in [name for name in entry if name not in before]:
-                    del entry[name]
-                entry.update({name: x for name, x in before.items() if entry.get(name) is not x})
-            for group, options in zip(opt.param_groups, groups, strict=True):
-                group.update({name: x for name, x in options.items() if group.get(name) is not x})
 
     def _entries(self) -> list[Any]:
         return _chained(map(_VALUES, _chained(opt.state.values() for opt in self.found)))
