@@ -100,7 +100,7 @@ def observe(
     """
     opened = flatten_result_objects(result, {id(x) for x in given})
     results = {f"{RESULT}{pytree.keystr(path)}": x for path, x in pytree.tree_flatten_with_path(opened)[0]}
-    observed = {name: _copy(x) for name, x in results.items()}
+    observed = _copies(results)
     roots = [x for x in results.values() if isinstance(x, Tensor) and x.requires_grad]
     if roots and inputs:
         cotangents = [moved(_random_like(root, 0), unit, seed) for root in roots]
@@ -108,15 +108,18 @@ def observe(
         with torch.autograd.set_multithreading_enabled(False):
             wanted = [*inputs.values()]
             found = torch.autograd.grad(roots, wanted, cotangents, retain_graph=keeps_graph, allow_unused=True)
-        observed |= {f"{GRADIENT}{name}": _copy(g) for name, g in zip(inputs, found, strict=True)}
-    return observed | {f"{WRITTEN}{name}": _copy(t) for name, t in written.items()}
+        observed |= _copies({f"{GRADIENT}{name}": g for name, g in zip(inputs, found, strict=True)})
+    return observed | _copies({f"{WRITTEN}{name}": t for name, t in written.items()})
 
 
-def _copy(x: PyTree) -> PyTree:
-    if not isinstance(x, Tensor):
-        return x
-    plain = x.unpad() if isinstance(x, PaddedTensor) else x
-    return [row.detach().clone() for row in plain] if isinstance(plain, list) else plain.detach().clone()
+def _copies(values: Mapping[str, PyTree]) -> Observed:
+    """Return copies of values, of a ragged one those of its rows."""
+    found: Observed = {}
+    for name, x in values.items():
+        plain = x.unpad() if isinstance(x, PaddedTensor) else x
+        rows = {f"{name}[{i}]": row for i, row in enumerate(plain)} if isinstance(plain, list) else {name: plain}
+        found |= {place: t.detach().clone() if isinstance(t, Tensor) else t for place, t in rows.items()}
+    return found
 
 
 def _random_like(t: Tensor, seed: int) -> Tensor:
@@ -274,7 +277,7 @@ def _scales(want: Observed) -> dict[str, float]:
     A result is its own scale. Gradients, and values that are written, may be sums that cancel: these have the largest
     one of their kind.
     """
-    own = {name: max(map(_largest, x), default=0.0) if isinstance(x, list) else _largest(x) for name, x in want.items()}
+    own = {name: _largest(x) for name, x in want.items()}
     kinds = {
         kind: max((scale for name, scale in own.items() if name.startswith(kind)), default=0.0)
         for kind in (GRADIENT, WRITTEN)
@@ -301,8 +304,6 @@ class _Difference:
 
 
 def _compare(got: PyTree, want: PyTree, unit: float, scale: float, noise: float) -> _Difference | None:
-    if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
-        return next(filter(None, (_compare(g, w, unit, scale, noise) for g, w in zip(got, want, strict=True))), None)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return None if _is_same(got, want) else _Difference(f"is {got!r:.60}, and {want!r:.60} in the program")
     if got.shape != want.shape or got.dtype != want.dtype:
@@ -324,8 +325,6 @@ def _error(got: PyTree, want: PyTree) -> float:
 
     Of integers and bools, of which rounding may change some, such as the indices of a maximum, it is their number.
     """
-    if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
-        return max(map(_error, got, want), default=0.0)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor) or got.shape != want.shape:
         return 0.0
     if got.layout != torch.strided or not want.numel() or want.is_meta:
