@@ -36,14 +36,6 @@ from subtensors.dispatch.torch_internals import autograd
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 
 
-def refuse_second_order() -> None:
-    """Raise RuntimeError if a backward is itself to be differentiable (`create_graph=True`)."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True: the gradients of a bucketed program have no gradients; differentiate the program itself"
-        )
-
-
 class _TrackedContext(torch.autograd.function.FunctionCtx):
     call: TrainingCall | NestedCall
     saved_tensors: tuple[Tensor, ...]
@@ -67,7 +59,11 @@ class TrackedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _TrackedContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that require grad."""
-        refuse_second_order()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: the gradients of a bucketed program have no gradients; differentiate the program "
+                "itself"
+            )
         return None, *ctx.call.backward(autograd.release_saved_tensors(ctx), gradients)
 
 
@@ -109,13 +105,10 @@ class TrainingCall:
         outputs = self._replay(self.leaves)
         # Autograd saves what the backward reads, and frees it.
         self.leaves, self.inputs, self.grad_inputs = None, [], []
-        self.replay_number = self._count_replay()
+        self.graphs.replay_count += 1
+        self.replay_number = self.graphs.replay_count
         cuts = outputs.cuts(self.spec.host)
         return [cuts[i]() for i in self.tensors_at], saved
-
-    def _count_replay(self) -> int:
-        self.graphs.replay_count += 1
-        return self.graphs.replay_count
 
     def _replay(self, leaves: Sequence[PyTree]) -> Outputs:
         self.bucket.replay_call(leaves, self.spec)
@@ -129,7 +122,7 @@ class TrainingCall:
                 self.graphs.recapture(self.bucket)
                 if not self.bucket.is_captured:
                     raise RuntimeError(f"the graph of this call can't be recaptured: {self.bucket.no_graph_reason}")
-                self._count_replay()
+                self.graphs.replay_count += 1
             if self.bucket.pool is not None:
                 self.bucket.pool.wait_for_last_replay()
             if self.replay_number != self.graphs.replay_count:
@@ -137,7 +130,7 @@ class TrainingCall:
             root_gradients = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
             results = self.bucket.replay_backward(root_gradients, self.spec.host)
             # The backward overwrites the saved activations of its own forward.
-            self._count_replay()
+            self.graphs.replay_count += 1
             return results
 
     def _replay_forward_again(self, inputs: Sequence[Tensor]) -> None:

@@ -75,6 +75,8 @@ class Bucket:
         )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
+        self.no_graph_reason = ""
+        """The reason why it can't be captured, once that is known; "" until then."""
         self.has_no_answer = False
         """True if a run at true sizes would be as wrong as the graph: the reason is then an error of the call."""
         self.needs_recapture = False
@@ -94,15 +96,6 @@ class Bucket:
         """Indices of the static inputs that the program writes to."""
         self.last_call = 0
         """The number of its last call, counted over the whole runner."""
-
-    @property
-    def no_graph_reason(self) -> str:
-        """The reason why it can't be captured, once that is known; "" until then."""
-        return self.statistics.no_graph_reason
-
-    @no_graph_reason.setter
-    def no_graph_reason(self, reason: str) -> None:
-        self.statistics.no_graph_reason = reason
 
     @property
     def is_captured(self) -> bool:
@@ -301,7 +294,6 @@ class Bucket:
             with capture_modes(), self.measured_capture(self.pool):
                 self.graph, outputs = self.pool.capture(lambda: self._run(None))
                 self.outputs = outputs.with_replaced(self.pool.non_owning_aliases(outputs.tensors()))
-        self.statistics.is_recorded = True
 
     @contextmanager
     def measured_capture(self, pool: GraphPool) -> Iterator[None]:
@@ -361,7 +353,6 @@ class Bucket:
     def drop_graph(self) -> None:
         """Drop the graph, and return its memory to the pool."""
         self.outputs = None
-        self.statistics.is_recorded = False
         if self.graph is not None and self.pool is not None:
             self.pool.drop(self.graph)
         self.graph = None

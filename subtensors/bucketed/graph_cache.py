@@ -301,6 +301,8 @@ class GraphCache:
             sizes: how often each true size was seen, by Dim.
         """
         used = [b for b in self.buckets.values() if b.statistics.calls or b.outputs or b.no_graph_reason]
+        for b in used:
+            b.statistics.no_graph_reason, b.statistics.is_recorded = b.no_graph_reason, b.is_captured
         statistics = [b.statistics for b in used]
         all_fallbacks = sum([b.fallbacks for b in statistics], self._forgotten_fallbacks) + Counter(fallbacks)
         return Statistics(

@@ -238,7 +238,6 @@ class TrainedBucket(Bucket):
             self._detach_outputs()
         if any(alias.grad is not None for alias in self.aliases.values()):
             raise NotDifferentiable("the program accumulates gradients itself, and returns a result that requires grad")
-        self.statistics.is_recorded = True
 
     def _capture_graphs(self, pool: GraphPool) -> None:
         if not self.is_differentiable and (reason := self.state.no_capture_reason()):
