@@ -184,7 +184,7 @@ class NestedCall:
     """
 
     def __init__(self, bucket: CompiledTrainedBucket, inputs: list[Tensor], sizes: TrueSizes | None) -> None:
-        self.bucket, self.inputs, self.sizes = bucket, inputs, sizes
+        self.bucket, self.code, self.inputs, self.sizes = bucket, bucket.code, inputs, sizes
         self.given = [*inputs, *bucket.aliased_parameters()]
         self.roots_at: Collection[int] = []
         self.outputs: Outputs | None = None
@@ -205,7 +205,7 @@ class NestedCall:
 
     def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Run the compiled forward."""
-        self.outputs, roots_at, saved = self.bucket.code.forward(self.bucket, self.given)
+        self.outputs, roots_at, saved = self.code.forward(self.bucket, self.given)
         at = [i for i, x in enumerate(self.outputs.leaves) if isinstance(x.value, Tensor)]
         self.roots_at = [at.index(i) for i in roots_at]
         return self.outputs.tensors(), saved
@@ -217,4 +217,4 @@ class NestedCall:
         given = [gradients[i] for i in self.roots_at]
         roots = [results[i] for i in self.roots_at]
         tangents = [torch.zeros_like(r) if g is None else g.contiguous() for g, r in zip(given, roots, strict=True)]
-        return self.bucket.code.backward(self.bucket, saved, self.given, tangents)
+        return self.code.backward(self.bucket, saved, self.given, tangents)

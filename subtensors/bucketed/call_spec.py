@@ -292,8 +292,8 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
     for dim, size in zip(dims, sizes, strict=True):
         if host.setdefault(dim.symbol, size) != size:
             raise SizeError(f"{dim.name} is {size} in one argument and {host[dim.symbol]} in a PaddedTensor")
-    order = {key: n for n, key in enumerate(caller)}
-    found = [_input_spec(i, x, padded.get(i, {}), dims, buckets, order) for i, x in enumerate(leaves)]
+    caller_indices = {key: n for n, key in enumerate(caller)}
+    found = [_input_spec(i, x, padded.get(i, {}), dims, buckets, caller_indices) for i, x in enumerate(leaves)]
     sources = [source for source in found if source is not None]
     rest = [(i, leaf_key(x)) for i, (x, source) in enumerate(zip(leaves, found, strict=True)) if source is None]
     key = tuple(sources), tuple(caller.values()), tuple(dims), tuple(rest), form
@@ -334,19 +334,11 @@ def _input_spec(
     padded: Mapping[int, Dim],
     dims: tuple[Dim, ...],
     buckets: tuple[int, ...],
-    order: dict[int, int],
+    caller_indices: dict[int, int],
 ) -> InputSpec | None:
-    """Return the static input that a leaf is copied into; None if the leaf is part of the key.
-
-    Args:
-        leaf: its index.
-        x: the leaf.
-        padded: its padded dims.
-        dims, buckets: those of the call.
-        order: the index of each PaddedTensor's true sizes, by their identity.
-    """
+    """Return the static input that a leaf is copied into; None if the leaf is part of the key."""
     if isinstance(x, PaddedTensor):
-        n = order[id(x._sizes)] if x._sizes is not None else -1
+        n = caller_indices[id(x._sizes)] if x._sizes is not None else -1
         return InputSpec(leaf, tuple(x.shape), x.dtype, x.device, (-1,) * x.dim(), x._dims, n, x.requires_grad)
     if isinstance(x, Tensor) and not isinstance(x, READ_IN_PLACE):
         if type(x) is not Tensor:

@@ -280,14 +280,7 @@ class Checker:
     def _run_plain(
         self, bucket: Bucket, leaves: Sequence[PyTree], sizes: tuple[HostSize, ...], before: Snapshot
     ) -> Expected:
-        """Run the plain program on unpadded arguments, and undo what it wrote.
-
-        Args:
-            bucket: of the call.
-            leaves: of the call's arguments.
-            sizes: the true sizes.
-            before: a snapshot of what the call may write to.
-        """
+        """Run the plain program on unpadded arguments, and undo what it wrote since the snapshot."""
         expected, has_result = Expected(), False
         try:
             expected.result, has_result = _call_here(bucket.call, [_unpadded(x) for x in leaves]), True

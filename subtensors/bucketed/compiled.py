@@ -14,16 +14,16 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, HostSizes
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.outputs import Output, Outputs
 from subtensors.dispatch.ops.errors import SizeError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.size_conditions import SizeConditions
 from subtensors.dispatch.sizes.dim_factors import Factor
 from subtensors.dispatch.torch_internals import compiler
@@ -31,10 +31,6 @@ from subtensors.dispatch.torch_internals.compiler import CompiledGraph
 from subtensors.dispatch.tracing.shape_template import NoTemplate, Place, ShapeTemplate, grid
 from subtensors.dispatch.tracing.shared_inputs import share_inputs
 from subtensors.sizes.dims import Dim
-
-if TYPE_CHECKING:
-    import sympy
-
 
 _log = logging.getLogger("subtensors.bucketed")
 
@@ -57,6 +53,7 @@ class CompileCache:
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
         self.by_family: dict[BucketKey, SizePolymorphic[Any, Any]] = {}
+        self._dropped_compilations = 0
 
     def code_for(self, spec: CallSpec, device: torch.device, make: Callable[[CallSpec, CompileOptions], C]) -> C:
         """Return the code of a family of calls.
@@ -75,12 +72,12 @@ class CompileCache:
     @property
     def recompiles(self) -> int:
         """Compilations after the first of each family."""
-        return sum(max(code.compilations - 1, 0) for code in self.by_family.values())
+        return self._dropped_compilations + sum(max(code.compilations - 1, 0) for code in self.by_family.values())
 
     def drop(self) -> None:
-        """Drop all traces, which hold the tensors that they were compiled with."""
-        for code in self.by_family.values():
-            code.drop()
+        """Drop the code, which holds the tensors that it was compiled with."""
+        self._dropped_compilations += sum(code.compilations for code in self.by_family.values())
+        self.by_family.clear()
 
 
 class DynamicCode:
@@ -124,36 +121,19 @@ class SizePolymorphic(ABC, Generic[B, T]):
         options: of `torch.compile`.
     """
 
-    shared_trace: T | None
-    """The trace that serves all buckets, if there is one."""
-    trace_by_sizes: dict[tuple[int, ...], T]
-    """The traces that serve one bucket each, by its sizes."""
-
     def __init__(self, spec: CallSpec, options: CompileOptions) -> None:
         self.options = options
         self.dims, self.dim_inputs = spec.dims, dim_inputs(spec)
-        self._dropped_compilations = 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all traces."""
-        self.shared_trace, self.trace_by_sizes = None, {}
-        self._is_known = False
-        self._conditions = SizeConditions()
-
-    def drop(self) -> None:
-        """Forget all traces, and count what they compiled."""
-        self._dropped_compilations = self.compilations
-        self.forget()
+        self.shared_trace: T | None = None
+        """The trace that serves all buckets, if there is one."""
+        self.trace_by_sizes: dict[tuple[int, ...], T] = {}
+        """The traces that serve one bucket each, by its sizes."""
+        self._is_known, self._conditions = False, SizeConditions()
 
     @property
-    def compilations(self) -> int:
-        """The number of compilations so far."""
-        return self._dropped_compilations + sum(len(self.code_of(trace).compiled) for trace in self.traces())
-
     @abstractmethod
-    def code_of(self, trace: T) -> DynamicCode:
-        """Return the code of a trace, its forward if it has a backward as well."""
+    def compilations(self) -> int:
+        """The number of compilations, each of a forward and perhaps a backward."""
 
     @abstractmethod
     def trace(self, bucket: B, points: Sequence[tuple[int, ...]]) -> T:
@@ -250,29 +230,15 @@ def _some_buckets(dim: Dim, bucket: int) -> list[int]:
     return list(dict.fromkeys(size for size in wanted if size > 1))[:3]
 
 
-OutputRest: TypeAlias = "tuple[list[OutputMetadata | OutputValue], pytree.TreeSpec, bool]"
-"""Outputs without their tensors: the rest of each leaf, the pytree structure, and whether the result is a leaf."""
-
-OutputValue: TypeAlias = tuple[object]
-"""A leaf that is no tensor."""
-
-OutputMetadata: TypeAlias = (
-    "tuple[list[list[tuple[int, sympy.Expr]]] | None, list[sympy.Symbol], list[int], int | None]"
-)
-"""The dims, symbols, buckets and rows of a tensor."""
-
-
 class Compiled(SizePolymorphic[Bucket, tuple[ShapeTemplate, DynamicCode]]):
     """A program as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    def forget(self) -> None:
-        """See `SizePolymorphic`."""
-        super().forget()
-        self._written_inputs: set[int] = set()
+    _written_inputs: frozenset[int] = frozenset()
 
-    def code_of(self, trace: tuple[ShapeTemplate, DynamicCode]) -> DynamicCode:
+    @property
+    def compilations(self) -> int:
         """See `SizePolymorphic`."""
-        return trace[1]
+        return sum(len(code.compiled) for _, code in self.traces())
 
     def run(self, bucket: Bucket) -> Outputs:
         """Run the compiled program on a bucket's static inputs."""
@@ -298,24 +264,31 @@ class CompiledBucket(Bucket):
     """A bucket that runs compiled code.
 
     Args:
-        code: of its family.
+        cache: of the code of its family.
         arguments: as in `Bucket`.
     """
 
     has_compiled_code = True
 
-    def __init__(self, code: Compiled, *arguments: Any) -> None:
+    def __init__(self, cache: CompileCache, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.code = code
+        self.take_code(cache)
+
+    def take_code(self, cache: CompileCache) -> None:
+        """Take the code from the cache."""
+        self.code = cache.code_for(self.spec, self.device, Compiled)
 
     def _run(self, host: HostSizes | None) -> Outputs:
         return self.code.run(self)
 
 
-def split_outputs(outputs: Outputs) -> tuple[list[Tensor], OutputRest]:
-    """Split a program's outputs into their tensors and the rest, with every bucket as a number."""
+def split_outputs(outputs: Outputs) -> tuple[list[Tensor], PyTree]:
+    """Split a program's outputs into their tensors and a pytree of the rest, with every bucket as a number.
+
+    The rest of a tensor is its dims, and the symbols, buckets and rows of its true sizes; of another leaf its value.
+    """
     tensors: list[Tensor] = []
-    rest: list[OutputMetadata | OutputValue] = []
+    rest: list[PyTree] = []
     for leaf in outputs.leaves:
         if not isinstance(leaf.value, Tensor):
             rest.append((leaf.value,))
@@ -326,7 +299,7 @@ def split_outputs(outputs: Outputs) -> tuple[list[Tensor], OutputRest]:
     return tensors, (rest, outputs.structure, outputs.is_leaf)
 
 
-def join_outputs(tensors: Sequence[Tensor], extra: OutputRest) -> Outputs:
+def join_outputs(tensors: Sequence[Tensor], extra: PyTree) -> Outputs:
     """Rebuild the outputs that `split_outputs` split."""
     rest, structure, is_leaf = extra
     remaining = iter(tensors)

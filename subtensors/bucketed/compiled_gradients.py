@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subtensors.bucketed.bucket import HostSizes
 from subtensors.bucketed.compiled import (
+    CompileCache,
     CompileOptions,
     DynamicCode,
     SizePolymorphic,
@@ -70,15 +71,13 @@ class Joint:
 class CompiledGradients(SizePolymorphic[TrainedBucket, Joint]):
     """A program tracked by autograd, as compiled code; its arguments are those of `SizePolymorphic`."""
 
-    def forget(self) -> None:
-        """See `SizePolymorphic`."""
-        super().forget()
-        self.not_compiled_reason = ""
-        """The reason why it runs uncompiled, or ""."""
+    not_compiled_reason = ""
+    """The reason why it runs uncompiled, or ""."""
 
-    def code_of(self, trace: Joint) -> DynamicCode:
+    @property
+    def compilations(self) -> int:
         """See `SizePolymorphic`."""
-        return trace.forward
+        return sum(len(joint.forward.compiled) for joint in self.traces())
 
     def prepare(self, bucket: TrainedBucket) -> bool:
         """Trace the program if it was not traced yet; return whether it can be compiled, and warn if it can't."""
@@ -145,15 +144,19 @@ class CompiledTrainedBucket(TrainedBucket):
     """A bucket whose calls are tracked by autograd, and run compiled code if the program can be compiled.
 
     Args:
-        code: of its family.
+        cache: of the code of its family.
         arguments: as in `TrainedBucket`.
     """
 
     has_compiled_code = True
 
-    def __init__(self, code: CompiledGradients, *arguments: Any) -> None:
+    def __init__(self, cache: CompileCache, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.code = code
+        self.take_code(cache)
+
+    def take_code(self, cache: CompileCache) -> None:
+        """Take the code from the cache."""
+        self.code = cache.code_for(self.spec, self.device, CompiledGradients)
         self._saved: list[Tensor] = []
         """The tensors that the compiled forward saved for the backward."""
 

@@ -34,8 +34,8 @@ import torch
 
 from subtensors.bucketed.bucket import Bucket, Call
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
-from subtensors.bucketed.compiled import CompileCache, Compiled, CompiledBucket, CompileOptions
-from subtensors.bucketed.compiled_gradients import CompiledGradients, CompiledTrainedBucket
+from subtensors.bucketed.compiled import CompileCache, CompiledBucket, CompileOptions
+from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
@@ -122,9 +122,9 @@ class GraphCache:
         arguments, cache = (spec, leaves, call, device, self._pool(device)), self.compile_cache
         if cache is None:
             return TrainedBucket(*arguments, self.state) if requires_grad else Bucket(*arguments)
-        if requires_grad:
-            return CompiledTrainedBucket(cache.code_for(spec, device, CompiledGradients), *arguments, self.state)
-        return CompiledBucket(cache.code_for(spec, device, Compiled), *arguments)
+        return (
+            CompiledTrainedBucket(cache, *arguments, self.state) if requires_grad else CompiledBucket(cache, *arguments)
+        )
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":
@@ -347,6 +347,9 @@ class GraphCache:
         self.state.optimizers.reread_state()
         if self.compile_cache is not None:
             self.compile_cache.drop()
+            for bucket in self.buckets.values():
+                if isinstance(bucket, (CompiledBucket, CompiledTrainedBucket)):
+                    bucket.take_code(self.compile_cache)
         self._captures_without_run.clear()
 
     def release(self) -> None:
