@@ -127,6 +127,12 @@ class CallCache:
             self.known[key] = cached
         return cached
 
+    def analyze_once(self, args: Args, kwargs: Kwargs) -> tuple[CachedCall, list[PyTree]]:
+        """Analyze a call without a look at the cache; return its leaves, too, in the order of the parameters."""
+        leaves, structure = flatten(args, kwargs)
+        cached = self.analyze(shared_key(self._state, leaves, structure, args, kwargs), leaves, args, kwargs)
+        return cached, cached.format.ordered(leaves)
+
     def analyze(self, shared: SharedKey, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> CachedCall:
         """Analyze a call: find its bucket, or the reason why it has no graph.
 

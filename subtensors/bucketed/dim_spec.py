@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -185,9 +185,6 @@ def _name(program: Callable[..., object]) -> str:
 
 T = TypeVar("T")
 
-ExampleCall: TypeAlias = tuple[list[PyTree], Args, Kwargs]
-"""The leaves, args and kwargs of a call."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -211,7 +208,7 @@ def repeat_to_sizes(x: Tensor, sizes: Mapping[int, int]) -> Tensor:
     return x
 
 
-def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: Kwargs) -> list[ExampleCall]:
+def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: Kwargs) -> list[tuple[Args, Kwargs]]:
     """Return calls like a given one, one per bucket, the largest first.
 
     Args:
@@ -235,7 +232,7 @@ def warmup_calls(dims: ArgumentDims, max_calls: int | None, args: Args, kwargs: 
             else x
             for x, (_, padded) in zip(leaves, places, strict=True)
         ]
-        calls.append((resized, *unflatten(resized, structure, len(args), tuple(kwargs))))
+        calls.append(unflatten(resized, structure, len(args), tuple(kwargs)))
     return calls
 
 

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,7 +38,6 @@ from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
-from subtensors.bucketed.statistics import Statistics
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.counts import format_bytes
 from subtensors.dispatch.graphs import capture
@@ -92,7 +90,7 @@ class GraphCache:
         """The reason why nothing is captured any more, or ""."""
         self.notes: Counter[str] = Counter()
         """Events that cost graphs without a fallback, and how often each was seen."""
-        self._forgotten_fallbacks: Counter[str] = Counter()
+        self.forgotten_fallbacks: Counter[str] = Counter()
         """The fallbacks that buckets had counted which are forgotten now."""
         self._wasted_recaptures = self._hits_before = 0
         self._captures_without_run: dict[BucketKey, bool] = {}
@@ -138,7 +136,7 @@ class GraphCache:
         if len(self.buckets) > MAX_BUCKETS:
             oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_captured), None)
             if oldest is not None:
-                self._forgotten_fallbacks += self.buckets.pop(oldest).statistics.fallbacks
+                self.forgotten_fallbacks += self.buckets.pop(oldest).statistics.fallbacks
 
     def first_call(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Answer the first call of a bucket, and capture a graph for later calls.
@@ -292,31 +290,6 @@ class GraphCache:
         """Return the device memory of pools and static inputs."""
         pools = sum(pool.bytes() for pool in self.pools.values())
         return pools + sum(bucket.statistics.input_bytes for bucket in self.captured_buckets())
-
-    def statistics(self, fallbacks: Mapping[str, int], sizes: dict[str, Counter[int]]) -> Statistics:
-        """Return the statistics of the program so far.
-
-        Args:
-            fallbacks: the number of calls that ran at their true sizes, by reason.
-            sizes: how often each true size was seen, by Dim.
-        """
-        used = [b for b in self.buckets.values() if b.statistics.calls or b.outputs or b.no_graph_reason]
-        for b in used:
-            b.statistics.no_graph_reason, b.statistics.is_recorded = b.no_graph_reason, b.is_captured
-        statistics = [b.statistics for b in used]
-        all_fallbacks = sum([b.fallbacks for b in statistics], self._forgotten_fallbacks) + Counter(fallbacks)
-        return Statistics(
-            "graphs" if self.pools else "eager",
-            sorted(statistics, key=lambda b: -math.prod(b.sizes.values())),
-            sum(pool.bytes() for pool in self.pools.values()),
-            sum(b.captures for b in statistics),
-            sum(max(b.captures - 1, 0) for b in statistics),
-            self.evictions,
-            0 if self.compile_cache is None else self.compile_cache.recompiles,
-            dict(all_fallbacks),
-            sizes,
-            notes=dict(self.notes),
-        )
 
     def note(self, text: str) -> None:
         """Count what costs graphs without a fallback, and warn the first time."""

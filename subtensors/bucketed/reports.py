@@ -6,9 +6,9 @@ Reports are statistics, in numbers, words and a figure, and buckets that would f
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -106,9 +106,27 @@ class Reports(ModuleProxy):
               n=8 [(8,)]: 1 call, 0 reused, 40 B, 0% waste
               n=4 [(4,)]: 2 calls, 1 reused, 24 B, 38% waste
         """
+        cache, checker = self.graph_cache, self.checker
         with self._lock:
-            statistics = self.graph_cache.statistics(self.fallbacks.counted, self.call_cache.sizes())
-            return replace(statistics, checked=self.checker.checked, not_checked=dict(self.checker.not_checked))
+            used = [b for b in cache.buckets.values() if b.statistics.calls or b.outputs or b.no_graph_reason]
+            for b in used:
+                b.statistics.no_graph_reason, b.statistics.is_recorded = b.no_graph_reason, b.is_captured
+            buckets = [b.statistics for b in used]
+            fallbacks = sum([b.fallbacks for b in buckets], cache.forgotten_fallbacks) + self.fallbacks.counted
+            return Statistics(
+                mode="graphs" if cache.pools else "eager",
+                buckets=sorted(buckets, key=lambda b: -math.prod(b.sizes.values())),
+                pool_bytes=sum(pool.bytes() for pool in cache.pools.values()),
+                captures=sum(b.captures for b in buckets),
+                recaptures=sum(max(b.captures - 1, 0) for b in buckets),
+                evictions=cache.evictions,
+                recompiles=0 if cache.compile_cache is None else cache.compile_cache.recompiles,
+                fallbacks=dict(fallbacks),
+                sizes=self.call_cache.sizes(),
+                checked=checker.checked,
+                not_checked=dict(checker.not_checked),
+                notes=dict(cache.notes),
+            )
 
     def captured_buckets(self) -> list[Bucket]:
         """Return the buckets with a graph, the least recently called one first."""

@@ -280,19 +280,19 @@ class Bucketed(Reports, Generic[P, R]):
                     return self
                 ((args, kwargs),) = self._example
             calls = warmup_calls(self.dims, self.graph_cache.max_graphs, args, kwargs)
-            devices = {x.device for leaves, _, _ in calls for x in leaves if isinstance(x, Tensor)}
+            leaves, _ = flatten(args, kwargs)
+            devices = {x.device for x in leaves if isinstance(x, Tensor)}
             self.state.guard.check_resident()
-            given = [x for x in flatten(args, kwargs)[0] if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
+            given = [x for x in leaves if isinstance(x, READ_IN_PLACE) or not isinstance(x, Tensor)]
             extra = [*callers_tensors(given), *self.state.tensors()]
             with rolled_back(Snapshot(self.state, devices, self.state.buffers(), extra)):
-                for leaves, own_args, own_kwargs in with_progress(calls, f"capturing {self.name}", progress):
-                    self._warm_up(leaves, own_args, own_kwargs)
+                for own_args, own_kwargs in with_progress(calls, f"capturing {self.name}", progress):
+                    self._warm_up(own_args, own_kwargs)
         return self
 
-    def _warm_up(self, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> None:
+    def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         """Capture the bucket of one call."""
-        shared = shared_key(self.state, leaves, flatten(args, kwargs)[1], args, kwargs)
-        cached = self.call_cache.analyze(shared, leaves, args, kwargs)
+        cached, leaves = self.call_cache.analyze_once(args, kwargs)
         bucket, spec = cached.bucket, cached.spec
         if isinstance(bucket, TrainedBucket):
             self.fallbacks.warn_once(
@@ -302,7 +302,7 @@ class Bucketed(Reports, Generic[P, R]):
         if bucket is None or spec is None or bucket.is_captured or bucket.no_graph_reason:
             return
         copied = {source.leaf for source in spec.inputs}
-        leaves = [x.clone() if i in copied else x for i, x in enumerate(cached.format.ordered(leaves))]
+        leaves = [x.clone() if i in copied else x for i, x in enumerate(leaves)]
         try:
             self.graph_cache.first_call(bucket, spec, leaves)
         except Exception as error:  # as in a call, which will say so
@@ -323,12 +323,9 @@ class Bucketed(Reports, Generic[P, R]):
             The report; `report.passed` is True if the results were compared and agree.
         """
         with self._lock:
-            leaves, structure = flatten(args, kwargs)
-            shared = shared_key(self.state, leaves, structure, args, kwargs)
-            cached = self.call_cache.analyze(shared, leaves, args, kwargs)
+            cached, leaves = self.call_cache.analyze_once(args, kwargs)
             if cached.reason or cached.bucket is None:
                 return CheckReport(cached.sizes, not_checked=f"no graph for this call: {cached.reason}")
-            leaves = cached.format.ordered(leaves)
             before = self.checker.snapshot(cached.bucket, leaves, self.state.tensors())
             try:
                 return self._answer_and_check(cached, leaves, args, kwargs)[1]
