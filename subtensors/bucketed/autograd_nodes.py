@@ -137,8 +137,7 @@ class TrainingCall:
         leaves: list[PyTree] = [None] * self.num_leaves
         for source, x in zip(self.spec.inputs, inputs, strict=True):
             leaves[source.leaf] = x
-        state = self.bucket.state
-        with restore_state(state, state.tensors_to_restore(), [self.bucket.device]):
+        with restore_state(self.bucket.state, self.bucket.device):
             capture.set_rng_state(self.bucket.device, self.rng_state)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1

@@ -53,6 +53,7 @@ class Bucket:
         leaves: that call's leaves.
         call: runs the program on leaves, some of which become static inputs.
         device: of the static inputs.
+        state: of the program.
         pool: where graphs are captured; None if the program runs again at each call instead.
     """
 
@@ -60,9 +61,15 @@ class Bucket:
     """True if compilation is on."""
 
     def __init__(
-        self, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device, pool: GraphPool | None
+        self,
+        spec: CallSpec,
+        leaves: Sequence[PyTree],
+        call: Call,
+        device: torch.device,
+        state: State,
+        pool: GraphPool | None,
     ) -> None:
-        self.spec, self.call, self.device, self.pool = spec, call, device, pool
+        self.spec, self.call, self.device, self.state, self.pool = spec, call, device, state, pool
         # An argument that isn't copied is the caller's, or a number: it stays what it was in the first call.
         copied = {source.leaf for source in spec.inputs}
         self.uncopied = {i: x for i, x in enumerate(leaves) if i not in copied}
@@ -229,16 +236,12 @@ class Bucket:
             outputs = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
         return outputs.rebuild([cut() for cut in outputs.cuts(host)])
 
-    def first_run(self, state: State, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+    def first_run(self, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program on a call's tensors before its capture; return the call's result.
 
         If it can't be captured, `no_graph_reason` says why.
-
-        Args:
-            state: of the program.
-            spec, leaves: of the call.
         """
-        steps = TrainingDetector(state)
+        steps = TrainingDetector(self.state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
         with self.watched(spec), use_reference_while_compiling() if self.pool is not None else nullcontext():

@@ -117,12 +117,10 @@ class GraphCache:
     def _new(
         self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
     ) -> Bucket:
-        arguments, cache = (spec, leaves, call, device, self._pool(device)), self.compile_cache
+        arguments, cache = (spec, leaves, call, device, self.state, self._pool(device)), self.compile_cache
         if cache is None:
-            return TrainedBucket(*arguments, self.state) if requires_grad else Bucket(*arguments)
-        return (
-            CompiledTrainedBucket(cache, *arguments, self.state) if requires_grad else CompiledBucket(cache, *arguments)
-        )
+            return TrainedBucket(*arguments) if requires_grad else Bucket(*arguments)
+        return CompiledTrainedBucket(cache, *arguments) if requires_grad else CompiledBucket(cache, *arguments)
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":
@@ -205,7 +203,7 @@ class GraphCache:
         writes, rng_state = Writes(self.state.guard.distinct_tensors), capture.rng_state(bucket.device)
         # What the context keeps is freed before a capture takes memory.
         with rolled_back(Snapshot(self.state, [bucket.device], [], bucket.callers_tensors()), only_on_error=True):
-            result = bucket.first_run(self.state, spec, leaves)
+            result = bucket.first_run(spec, leaves)
         self._note_writes(writes)
         self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
         self.state.optimizers.take_snapshot()  # the first step makes their state

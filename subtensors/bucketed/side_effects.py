@@ -105,16 +105,15 @@ def _set_state(source: _Source, state: Any) -> None:
 
 
 @contextmanager
-def restore_state(state: State, buffers: Sequence[Tensor], devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context that restores on exit some buffers, the modules' registered tensors, and random generators.
+def restore_state(state: State, device: torch.device) -> Iterator[None]:
+    """A context that restores the buffers that a program writes to, its registered tensors, and random generators.
 
     Args:
         state: the state of the program.
-        buffers: the buffers that it may write to.
-        devices: the devices on which it runs, besides those of its state.
+        device: the device on which it runs, besides those of its state.
     """
-    registered, values = state.registered(), _Values(buffers)
-    rng = RngState([*devices, *[t.device for t in state.tensors()]], state.generators)
+    registered, buffers = state.registered(), state.tensors_to_restore()
+    values, rng = _Values(buffers), RngState([device, *[t.device for t in state.tensors()]], state.generators)
     with autograd.without_version_bumps(buffers):
         try:
             yield

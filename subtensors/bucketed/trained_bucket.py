@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.bucket import Bucket, Call, HostSizes
+from subtensors.bucketed.bucket import Bucket, HostSizes
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
-from subtensors.bucketed.program_state import State, leaf_ids_of
+from subtensors.bucketed.program_state import leaf_ids_of
 from subtensors.bucketed.python_objects import flatten_result_objects
 from subtensors.bucketed.side_effects import SideEffects, TrainingDetector, dense_of, restore_state
 from subtensors.dispatch.graphs.guards import Writes
@@ -44,21 +44,12 @@ class TrainedBucket(Bucket):
     """A bucket whose calls are tracked by autograd.
 
     Args:
-        spec, leaves, call, device, pool: as in `Bucket`.
-        state: the state of the program.
+        arguments: as in `Bucket`.
     """
 
-    def __init__(
-        self,
-        spec: CallSpec,
-        leaves: Sequence[PyTree],
-        call: Call,
-        device: torch.device,
-        pool: GraphPool | None,
-        state: State,
-    ) -> None:
-        super().__init__(spec, leaves, call, device, pool)
-        self.state, self.effects = state, SideEffects(state)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.effects = SideEffects(self.state)
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.gradients: list[Tensor | None] = []
         """The static gradients of the differentiated tensors; None for a tensor that gets none."""
@@ -145,17 +136,17 @@ class TrainedBucket(Bucket):
         if leaf_ids & self.first_leaf_ids - known:
             raise NotDifferentiable("a result depends on a tensor that requires grad and is not found: pass it on")
 
-    def first_run(self, state: State, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+    def first_run(self, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
         padded = padded_leaves(leaves, spec, self.device)
         copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
-        state_writes, steps = Writes(state.guard.distinct_tensors), TrainingDetector(state)
+        state_writes, steps = Writes(self.state.guard.distinct_tensors), TrainingDetector(self.state)
         input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)
         uncopied_writes = Writes(map(dense_of, self.callers_tensors()))
 
         with self.watched(spec):  # on the caller's stream, which its backward is on as well
             results, structure = self._run_tracked(padded, leaves)
-        state.note_writes(state_writes)
+        self.state.note_writes(state_writes)
         with torch.no_grad():
             for given, x, writes in copies:
                 if writes.any():
@@ -175,7 +166,7 @@ class TrainedBucket(Bucket):
             self.first_leaf_ids = frozenset(leaf_ids_of(roots))
             # A program whose results need no gradient may be a whole training step, which must not be taken twice.
             try:
-                with restore_state(state, state.tensors_to_restore(), [self.device]), self.watched(spec):
+                with restore_state(self.state, self.device), self.watched(spec):
                     self.run_once(spec.host)
                 if self.no_graph_reason:
                     self.drop()
@@ -230,7 +221,7 @@ class TrainedBucket(Bucket):
             if not self.is_one_node or (self.pool is None and not self.is_differentiable):
                 self.roots_at, self.outputs = [], Outputs.of(None)
             elif self.pool is None:
-                with restore_state(self.state, self.state.tensors_to_restore(), [self.device]):
+                with restore_state(self.state, self.device):
                     self._set_outputs(self._forward())
                     self._backward_without_graph()
             else:
