@@ -68,15 +68,10 @@ SharedKey: TypeAlias = tuple[int, tuple[str, ...], Structure, Modes]
 CallKey: TypeAlias = tuple[object, ...]
 
 
-def is_flat(leaves: Sequence[object]) -> bool:
-    """Return whether no leaf is a container."""
-    return all(isinstance(x, _LEAVES) for x in leaves)
-
-
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:
     """Return the leaves of a call's arguments and their structure, which is None if no argument is a container."""
     leaves = [*args, *kwargs.values()]
-    if is_flat(leaves):
+    if all([isinstance(x, _LEAVES) for x in leaves]):  # noqa: C419  # `all` of a generator takes longer
         return leaves, None
     try:
         found, structure = pytree.tree_flatten((args, kwargs))

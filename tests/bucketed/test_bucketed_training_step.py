@@ -263,7 +263,10 @@ def test_a_parameter_that_is_added_to_a_group_is_a_change(package: Any) -> None:
 
 
 class CountingSGD(torch.optim.SGD):
-    """Divides by a count of its steps, a Python number, which it keeps in its state, its groups or itself."""
+    """Divides by a count of its steps, a Python number, which it keeps in its state, its groups or itself.
+
+    Or keeps a sum of gradients, a new tensor or a new dict in each step.
+    """
 
     def __init__(self, params: Any, where: str) -> None:
         super().__init__(params, lr=0.1)
@@ -281,12 +284,16 @@ class CountingSGD(torch.optim.SGD):
                 state["sum"] = state.get("sum", 0) + p.grad
                 p -= state["sum"] * 0.1
                 continue
+            if self.where == "dict":
+                self.state[p] = {"sum": state.get("sum", 0) + p.grad}
+                p -= self.state[p]["sum"] * 0.1
+                continue
             state["steps"] = state.get("steps", 0) + (self.where == "state")
             p -= p.grad / max(state["steps"], group["steps"], self.steps)
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("where", ["state", "group", "itself", "tensor"])
+@pytest.mark.parametrize("where", ["state", "group", "itself", "tensor", "dict"])
 @pytest.mark.parametrize("check", ["first", False])
 def test_an_optimizer_that_counts_in_python_steps_once_a_call(where: str, check: Any, device: str) -> None:
     nets = [Net(device) for _ in range(2)]
@@ -301,5 +308,5 @@ def test_an_optimizer_that_counts_in_python_steps_once_a_call(where: str, check:
             assert_same(dict(opts[0].state[p]), dict(opts[1].state[q]))
         assert (opts[0].steps, opts[0].param_groups[0]["steps"]) == (opts[1].steps, opts[1].param_groups[0]["steps"])
     if run.stats().mode == "graphs":
-        reason = "it replaces sum" if where == "tensor" else "it replaces steps"
-        assert [reason in given for given in run.stats().fallbacks] == [True]
+        replaced = {"tensor": "sum", "dict": "the state of an optimizer"}.get(where, "steps")
+        assert [f"it replaces {replaced}" in given for given in run.stats().fallbacks] == [True]
