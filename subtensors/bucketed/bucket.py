@@ -14,7 +14,7 @@ from subtensors.bucketed.call_key import callers_tensors, has_parts
 from subtensors.bucketed.call_spec import CallSpec
 from subtensors.bucketed.outputs import Outputs
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.side_effects import TrainingDetector, dense_of
+from subtensors.bucketed.side_effects import Snapshot, dense_of
 from subtensors.bucketed.statistics import TIMING_SAMPLE_EVERY, BucketStatistics, summarize_error
 from subtensors.dispatch.fused.tensor_columns import WrittenOverlap
 from subtensors.dispatch.graphs.collectives import Collectives, is_distributed
@@ -236,12 +236,15 @@ class Bucket:
             outputs = self.pool.run(lambda: self._run(host)) if self.pool is not None else self._run(host)
         return outputs.rebuild([cut() for cut in outputs.cuts(host)])
 
-    def first_run(self, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+    def first_run(self, spec: CallSpec, leaves: list[PyTree], before: Snapshot) -> PyTree:
         """Run the program on a call's tensors before its capture; return the call's result.
 
         If it can't be captured, `no_graph_reason` says why.
+
+        Args:
+            spec, leaves: of the call.
+            before: a snapshot of what the program may write to.
         """
-        steps = TrainingDetector(self.state)
         self.load(leaves, spec.sizes)
         # The capture waits for kernels that this run asks for; it takes a while itself, the first time.
         with self.watched(spec), use_reference_while_compiling() if self.pool is not None else nullcontext():
@@ -251,7 +254,7 @@ class Bucket:
         self.write_back(leaves)
         if self.no_graph_reason:
             self.drop()
-        elif steps.any():
+        elif before.has_trained():
             self.no_graph_reason = (
                 "it computes gradients, or takes a step, in a call without any: call it under torch.enable_grad()"
             )

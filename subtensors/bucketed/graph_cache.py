@@ -201,9 +201,10 @@ class GraphCache:
         self._make_room(bucket)
         bucket.allocate()
         writes, rng_state = Writes(self.state.guard.distinct_tensors), capture.rng_state(bucket.device)
-        # What the context keeps is freed before a capture takes memory.
-        with rolled_back(Snapshot(self.state, [bucket.device], [], bucket.callers_tensors()), only_on_error=True):
-            result = bucket.first_run(spec, leaves)
+        snapshot = Snapshot(self.state, [bucket.device], [], bucket.callers_tensors())
+        with rolled_back(snapshot, only_on_error=True):
+            result = bucket.first_run(spec, leaves, snapshot)
+        del snapshot  # before a capture takes memory
         self._note_writes(writes)
         self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
         self.state.optimizers.take_snapshot()  # the first step makes their state

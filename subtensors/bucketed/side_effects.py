@@ -196,9 +196,7 @@ class Snapshot:
         self._state, self._registered = state, state.registered()
         self._rng = RngState([*devices, *[t.device for t in state.tensors()]], [*state.generators, *generators])
         leaves = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not isinstance(t, ReleasedTensor)]
-        # What other threads do to gradients from now on is not undone, unless an optimizer has read them.
-        self._accumulations = None if state.optimizers.found else Accumulations(state, leaves)
-        self._gradients = [(t, t.grad) for t in leaves]
+        self._accumulations, self._gradients = Accumulations(state, leaves), [(t, t.grad) for t in leaves]
         gradients = [g for _, g in self._gradients if g is not None]
         found = {
             id(t): t
@@ -228,6 +226,13 @@ class Snapshot:
         """Return whether random numbers were drawn since."""
         return self._rng.has_drawn()
 
+    def has_trained(self) -> bool:
+        """Return whether the program accumulated gradients, or stepped an optimizer, since."""
+        written = set(map(id, [*self._writes.written(), *self.lost()]))
+        changed = [t for t, before in self._gradients if t.grad is not before or id(before) in written]
+        is_stepped = self._state.optimizers.found and any(id(t) in written for t, _ in self._gradients)
+        return bool(is_stepped) or not all(map(self._accumulations.are_elsewhere, changed))
+
     def can_restore(self) -> bool:
         """Return whether what was written since can be undone."""
         return not self._writes_left_out.any()
@@ -241,7 +246,8 @@ class Snapshot:
         self._state.restore_registered(self._registered, drops_new_state=True)
         others = set[int]()
         for t, gradient in self._gradients:
-            if self._accumulations is not None and self._accumulations.are_elsewhere(t):
+            # What other threads do to gradients is not undone, unless an optimizer has read them.
+            if not self._state.optimizers.found and self._accumulations.are_elsewhere(t):
                 others.add(id(gradient))
             else:
                 t.grad = gradient
@@ -301,27 +307,6 @@ def _free_bytes(device: torch.device) -> int:
 def dense_of(x: Tensor) -> Tensor:
     """Return the storage of a PaddedTensor; another tensor as it is."""
     return x._dense if isinstance(x, PaddedTensor) else x
-
-
-class TrainingDetector:
-    """A detector of programs that accumulate gradients, or step an optimizer, themselves.
-
-    Args:
-        state: the state of the program, taken before it runs.
-    """
-
-    def __init__(self, state: State) -> None:
-        trained = [t for t in state.tensors() if t.requires_grad and t.is_leaf and not t.is_inference()]
-        self._steps = Writes(trained if state.optimizers.found else [])
-        self._accumulations = Accumulations(state, trained if state.is_shared else [])
-        self._gradients = [(t, t.grad, Writes([] if t.grad is None else [t.grad])) for t in trained]
-
-    def any(self) -> bool:
-        """Return whether gradients were accumulated, or an optimizer stepped, since creation."""
-        return self._steps.any() or any(
-            (t.grad is not before or writes.any()) and not self._accumulations.are_elsewhere(t)
-            for t, before, writes in self._gradients
-        )
 
 
 class SideEffects:

@@ -25,7 +25,7 @@ from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
 from subtensors.bucketed.program_state import leaf_ids_of
 from subtensors.bucketed.python_objects import flatten_result_objects
-from subtensors.bucketed.side_effects import SideEffects, TrainingDetector, dense_of, restore_state
+from subtensors.bucketed.side_effects import SideEffects, Snapshot, dense_of, restore_state
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
@@ -136,11 +136,11 @@ class TrainedBucket(Bucket):
         if leaf_ids & self.first_leaf_ids - known:
             raise NotDifferentiable("a result depends on a tensor that requires grad and is not found: pass it on")
 
-    def first_run(self, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+    def first_run(self, spec: CallSpec, leaves: list[PyTree], before: Snapshot) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
         padded = padded_leaves(leaves, spec, self.device)
         copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
-        state_writes, steps = Writes(self.state.guard.distinct_tensors), TrainingDetector(self.state)
+        state_writes = Writes(self.state.guard.distinct_tensors)
         input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)
         uncopied_writes = Writes(map(dense_of, self.callers_tensors()))
 
@@ -154,7 +154,7 @@ class TrainedBucket(Bucket):
             self.load(leaves, spec.sizes)
         roots = [x for x in tree_tensors(results) if x.requires_grad]  # of a ragged result the rows
         self.is_differentiable = bool(roots)
-        if not self.no_graph_reason and roots and steps.any():
+        if not self.no_graph_reason and roots and before.has_trained():
             self.no_graph_reason = (
                 "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             )
