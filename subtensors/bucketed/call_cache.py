@@ -13,14 +13,13 @@ from torch import Tensor
 from subtensors.arguments import shown
 from subtensors.bucketed.autograd_nodes import NestedCall, unwrap_padded_leaves
 from subtensors.bucketed.bucket import Bucket
-from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, leaf_key, shared_key
+from subtensors.bucketed.call_key import CallKey, SharedKey, flatten, has_parts, leaf_key, shared_key
 from subtensors.bucketed.call_spec import AS_GIVEN, CallFormat, CallSpec, LeafDims, NotCacheable, analyze, device_of
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.dim_spec import ArgumentDims
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Cut, Outputs
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import is_identity_keyed
 from subtensors.dispatch.graphs.collectives import is_reducer
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -31,7 +30,10 @@ MAX_CACHED_CALLS = 4096
 """The most keys that a runner remembers."""
 
 MAX_VALUES_PER_ARG, MAX_OBJECTS_PER_ARG = 128, 16
-"""The most values, and objects, of one argument that get graphs if `max_graphs` is None; graphs keep objects alive."""
+"""The most values, and objects or functions, of one argument that get graphs if `max_graphs` is None.
+
+Graphs keep objects alive.
+"""
 
 VARYING = 3
 """The number of values from which on a number among the arguments is one that varies from call to call."""
@@ -236,7 +238,7 @@ class CallCache:
             if not isinstance(x, Hashable):
                 return f"{place} can't be part of a graph's key: unhashable type: {type(x).__name__!r}"
         values: list[tuple[object, str, int, bool]] = [
-            (leaf_key(x), place, MAX_OBJECTS_PER_ARG if is_identity_keyed(x) else MAX_VALUES_PER_ARG, _is_number(x))
+            (leaf_key(x), place, MAX_OBJECTS_PER_ARG if has_parts(x) else MAX_VALUES_PER_ARG, _is_number(x))
             for x, place in zip(leaves, places, strict=True)
             if not isinstance(x, Tensor)
         ]

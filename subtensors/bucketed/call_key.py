@@ -20,11 +20,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import (
-    BY_IDENTITY,
-    attributes_of,
-    flatten_argument_objects,
-)
+from subtensors.bucketed.python_objects import attributes_of, flatten_argument_objects
 from subtensors.dispatch.fused.read_values import is_filled
 from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -175,7 +171,7 @@ def has_parts(x: object) -> bool:
     kind = type(x)
     if isinstance(x, CODE):
         return True
-    if kind.__hash__ not in (None, BY_IDENTITY) or issubclass(kind, (type, Tensor)):
+    if kind.__hash__ not in (None, object.__hash__) or issubclass(kind, (type, Tensor)):
         return False
     return hasattr(x, "__dict__") or hasattr(kind, "__slots__")
 

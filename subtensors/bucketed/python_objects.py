@@ -8,7 +8,6 @@ other tensors in the caller's own containers is a `replaced_leaves`.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,17 +22,6 @@ from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.ops.tree import PyTree
 
 Attributes: TypeAlias = dict[str, object]
-
-BY_IDENTITY = object.__hash__
-"""The `__hash__` of a class whose objects are equal only to themselves."""
-
-
-def is_identity_keyed(x: object) -> bool:
-    """Return whether a value is an object with attributes that is equal only to itself."""
-    kind = type(x)
-    if kind.__hash__ is not BY_IDENTITY or issubclass(kind, (type, types.FunctionType, Tensor)):
-        return False
-    return hasattr(x, "__dict__")
 
 
 def attributes_of(x: object) -> Attributes:
@@ -56,7 +44,8 @@ class ObjectSnapshot:
     """A snapshot of the attributes of some objects, and of the contents of the lists and dicts among these.
 
     Example:
-        >>> cache = types.SimpleNamespace(steps=[1])
+        >>> from types import SimpleNamespace
+        >>> cache = SimpleNamespace(steps=[1])
         >>> snapshot = ObjectSnapshot([cache])
         >>> cache.steps.append(2)
         >>> snapshot.restore()
