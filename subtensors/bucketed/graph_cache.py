@@ -83,8 +83,6 @@ class GraphCache:
         """The number of replays so far; each overwrites what earlier ones left in the graphs' memory."""
         self.call_numbers = itertools.count(1)
         """Counts calls, to order buckets by their last one."""
-        self.has_side_effects = False
-        """True once the program has had side effects: it wrote to what it reads, or drew random numbers."""
         self.evictions = 0
         self.no_graph_reason = ""
         """The reason why nothing is captured any more, or ""."""
@@ -173,7 +171,7 @@ class GraphCache:
         assert bucket.pool is not None
         writes, active_bytes = Writes(self.state.guard.distinct_tensors), bucket.pool.active_bytes()
         self._capture(bucket)
-        self._note_writes(writes)
+        self.state.note_writes(writes)
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.unmet_condition(spec):
             bucket.no_graph_reason = ""
             return None
@@ -205,8 +203,8 @@ class GraphCache:
         with rolled_back(snapshot, only_on_error=True):
             result = bucket.first_run(spec, leaves, snapshot)
         del snapshot  # before a capture takes memory
-        self._note_writes(writes)
-        self.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
+        self.state.note_writes(writes)
+        self.state.has_side_effects |= not torch.equal(rng_state, capture.rng_state(bucket.device))
         self.state.optimizers.take_snapshot()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # The first call left as much memory in torch's cache as the pool needs.
@@ -226,10 +224,6 @@ class GraphCache:
         self.buckets[bucket.spec.bucket_key] = bucket
         bucket.last_call = next(self.call_numbers)
         bucket.needs_recapture = False
-
-    def _note_writes(self, since: Writes) -> None:
-        """Note whether the program wrote to its state."""
-        self.has_side_effects = self.state.note_writes(since) or self.has_side_effects
 
     def _capture(self, bucket: Bucket) -> None:
         """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""

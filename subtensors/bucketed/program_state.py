@@ -44,6 +44,8 @@ class State:
         """The last thread that called the program."""
         self.is_shared = False
         """True if several threads called it."""
+        self.has_side_effects = False
+        """True once the program has had side effects: it wrote to what it reads, or drew random numbers."""
         self._written: set[int] | None = set()
         """Ids of the tensors that the program was seen to write to; None if torch does not count writes."""
         self.take_snapshot()
@@ -118,19 +120,18 @@ class State:
                 now.update(changed)
         return replaced[0] if replaced else ""
 
-    def note_writes(self, since: Writes) -> bool:
-        """Note which tensors were written to; return whether any was, True if that is unknown.
+    def note_writes(self, since: Writes) -> None:
+        """Note which tensors were written to.
 
         Args:
             since: the writes to the guard's `distinct_tensors`, from before the run.
         """
+        written = since.written()
+        self.has_side_effects |= bool(written) or not since.are_counted
         if not since.are_counted:
             self._written = None
-            return True
-        written = since.written()
-        if self._written is not None:
+        elif self._written is not None:
             self._written |= set(map(id, written))
-        return bool(written)
 
     def buffers(self) -> list[Tensor]:
         """Return the tensors that autograd lets a program write to: no parameters, and none that require grad."""

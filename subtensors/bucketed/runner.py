@@ -167,7 +167,7 @@ class Bucketed(Reports, Generic[P, R]):
             return self._fall_back(reason, None, args, kwargs)
         self.state.guard.check_resident()
         requires_grad = isinstance(bucket, TrainedBucket)
-        has_side_effects = requires_grad or self.graph_cache.has_side_effects or bucket.has_side_effects
+        has_side_effects = requires_grad or self.state.has_side_effects or bucket.has_side_effects
         checks_first = has_side_effects and not self._is_settled
         if checks_first and (change := self.state.guard.first_change()):
             self.graph_cache.drop_stale(change)

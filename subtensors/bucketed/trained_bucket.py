@@ -139,18 +139,18 @@ class TrainedBucket(Bucket):
     def first_run(self, spec: CallSpec, leaves: list[PyTree], before: Snapshot) -> PyTree:
         """Run the program on padded arguments under autograd, and warm up its capture; see `Bucket.first_run`."""
         padded = padded_leaves(leaves, spec, self.device)
-        copies = [(given, x, Writes([dense_of(x)])) for given, x in zip(leaves, padded, strict=True) if x is not given]
+        input_writes = {source.leaf: Writes([dense_of(padded[source.leaf])]) for source in spec.inputs}
         state_writes = Writes(self.state.guard.distinct_tensors)
-        input_writes = Writes(dense_of(padded[source.leaf]) for source in spec.inputs)
         uncopied_writes = Writes(map(dense_of, self.callers_tensors()))
 
         with self.watched(spec):  # on the caller's stream, which its backward is on as well
             results, structure = self._run_tracked(padded, leaves)
         self.state.note_writes(state_writes)
+        written = [i for i, writes in input_writes.items() if writes.any()]
         with torch.no_grad():
-            for given, x, writes in copies:
-                if writes.any():
-                    given.copy_(x.unpad())
+            for i in written:
+                if padded[i] is not leaves[i]:
+                    leaves[i].copy_(padded[i].unpad())
             self.load(leaves, spec.sizes)
         roots = [x for x in tree_tensors(results) if x.requires_grad]  # of a ragged result the rows
         self.is_differentiable = bool(roots)
@@ -158,7 +158,7 @@ class TrainedBucket(Bucket):
             self.no_graph_reason = (
                 "it calls backward itself, and returns a tensor that requires grad: return loss.detach()"
             )
-        elif not self.no_graph_reason and (input_writes.any() or (roots and uncopied_writes.any())):
+        elif not self.no_graph_reason and (written or (roots and uncopied_writes.any())):
             self.no_graph_reason = "it writes to its arguments, and autograd tracks it"
         if self.no_graph_reason:
             self.drop()
