@@ -12,18 +12,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import pickle
+import random
 import re
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Lock
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.dispatch.torch_internals.requires import requires
 
 PoolHandle: TypeAlias = tuple[int, int]
+
+Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator"
+"""A random generator of a program's own."""
+
+_Source: TypeAlias = "Generator | types.ModuleType"
+"""A random generator, or the module `random` or `numpy.random`, whose functions draw from one of its own."""
 
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
@@ -266,3 +276,63 @@ def seed_rng(device: torch.device, seed: int) -> None:
 def generator_of(device: torch.device) -> torch.Generator:
     """Return the random generator of a device."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+class RngState:
+    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's, and a program's own.
+
+    Args:
+        devices: the devices; the CPU is always included.
+        own: generators of the program.
+
+    Example:
+        >>> state = RngState()
+        >>> _ = random.random()
+        >>> state.has_host_drawn()
+        True
+        >>> state.restore()
+        >>> state.has_host_drawn()
+        False
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Generator] = ()) -> None:
+        gpus = {device for device in devices if device.type == "cuda"}
+        defaults = [generator_of(device) for device in (torch.device("cpu"), *gpus)]
+        self._states = [(source, _state_of(source)) for source in (*defaults, random, np.random, *own)]
+
+    def has_host_drawn(self) -> bool:
+        """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
+        return any(_is_on_host(source) and _state_of(source) != before for source, before in self._states)
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers were drawn since the snapshot, on the host or a device."""
+        return any(_state_of(source) != before for source, before in self._states)
+
+    def restore(self) -> None:
+        """Restore all generators to the snapshot."""
+        for source, before in self._states:
+            _set_state(source, pickle.loads(before))
+
+
+def _is_on_host(source: _Source) -> bool:
+    return not isinstance(source, torch.Generator) or source.device.type == "cpu"
+
+
+def _state_of(source: _Source) -> bytes:
+    # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
+    if isinstance(source, torch.Generator):
+        return pickle.dumps(source.get_state().numpy())
+    if isinstance(source, np.random.Generator):
+        return pickle.dumps(source.bit_generator.state)
+    return pickle.dumps(np.random.get_state() if source is np.random else source.getstate())
+
+
+def _set_state(source: _Source, state: Any) -> None:
+    if isinstance(source, torch.Generator):
+        source.set_state(torch.from_numpy(state))
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif source is np.random:
+        np.random.set_state(state)
+    else:
+        source.setstate(state)

@@ -2,6 +2,8 @@
 
 A key holds the metadata of tensors, and other arguments themselves; objects that are equal only to themselves count by
 their identity, together with the values that they hold now. All of it is computed on every call.
+
+An object that holds tensors is no container to torch's pytrees: `FlattenedObject` makes it one, by its attributes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import attributes_of, flatten_argument_objects
+from subtensors.bucketed.reachable_state import attributes_of
 from subtensors.dispatch.fused.read_values import is_filled
 from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -62,6 +64,83 @@ SharedKey: TypeAlias = tuple[int, tuple[str, ...], Structure, Modes]
 """The number of positional arguments, the names of the others, the structure of all, and the modes."""
 
 CallKey: TypeAlias = tuple[object, ...]
+
+
+class FlattenedObject:
+    """The attributes of an object, as a pytree node; unflattening it makes a new object of the same class."""
+
+    def __init__(self, kind: type, attributes: dict[str, object]) -> None:
+        self.kind, self.attributes = kind, attributes
+
+
+def _flattened_parts(x: FlattenedObject) -> tuple[list[object], pytree.Context]:
+    return list(x.attributes.values()), (x.kind, tuple(x.attributes))
+
+
+def _named_parts(x: FlattenedObject) -> tuple[list[tuple[pytree.KeyEntry, object]], pytree.Context]:
+    return [(pytree.GetAttrKey(name), part) for name, part in x.attributes.items()], _flattened_parts(x)[1]
+
+
+def _object_of(attributes: Iterable[object], context: pytree.Context) -> object:
+    kind, names = context
+    try:
+        made = object.__new__(kind)
+    except TypeError:  # of a class that is written in C
+        made = kind.__new__(kind)
+    for name, value in zip(names, attributes, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(FlattenedObject, _flattened_parts, _object_of, flatten_with_keys_fn=_named_parts)
+
+
+def flatten_result_objects(result: PyTree, given: Collection[int]) -> PyTree:
+    """Return a result with objects that hold tensors flattened.
+
+    Args:
+        result: any pytree.
+        given: ids of the program's arguments, which are not flattened.
+    """
+
+    def has_tensors(x: object, parts: list[object]) -> bool:
+        return id(x) not in given and any(isinstance(part, Tensor) for part in parts)
+
+    return _flatten_objects(result, has_tensors)
+
+
+def flatten_argument_objects(arguments: PyTree) -> PyTree:
+    """Return arguments with those dataclasses flattened that hold tensors, or cannot be hashed for a key.
+
+    Example:
+        >>> Options = dataclasses.make_dataclass("Options", ["scale"])
+        >>> pytree.tree_leaves(flatten_argument_objects([Options(2.0)]))
+        [2.0]
+    """
+
+    def is_flattened(x: object, parts: list[object]) -> bool:
+        if not dataclasses.is_dataclass(x):
+            return False
+        return type(x).__hash__ is None or any(isinstance(part, Tensor) for part in parts)
+
+    return _flatten_objects(arguments, is_flattened)
+
+
+def _flatten_objects(tree: PyTree, is_flattened: Callable[[object, list[object]], bool]) -> PyTree:
+    def opened(x: object) -> object:
+        if isinstance(x, (Tensor, torch.nn.Module, type, int)):
+            return x
+        own: dict[str, object] = (
+            {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else {}
+        )
+        own |= attributes_of(x)
+        if not own:
+            return x
+        attributes = {name: pytree.tree_map(opened, value) for name, value in own.items()}
+        parts = [part for value in attributes.values() for part in pytree.tree_leaves(value)]
+        return FlattenedObject(type(x), attributes) if is_flattened(x, parts) else x
+
+    return pytree.tree_map(opened, tree)
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:

@@ -27,13 +27,14 @@ from subtensors.bucketed.call_key import (
     Modes,
     Structure,
     flatten,
+    flatten_argument_objects,
     has_parts,
     leaf_key,
     parts_of,
     unflatten,
 )
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import ObjectSnapshot, flatten_argument_objects
+from subtensors.bucketed.side_effects import ObjectSnapshot
 from subtensors.dispatch.ops.errors import RuleError, SizeError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.size_conditions import HostSize

@@ -53,9 +53,8 @@ from subtensors.bucketed.compare_runs import (
 )
 from subtensors.bucketed.outputs import plain_result
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.python_objects import ObjectSnapshot
 from subtensors.bucketed.reachable_state import generators_in
-from subtensors.bucketed.side_effects import Snapshot, dense_of, is_room_for
+from subtensors.bucketed.side_effects import ObjectSnapshot, Snapshot, dense_of, is_room_for
 from subtensors.bucketed.statistics import summarize_error
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs.collectives import is_distributed

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.python_objects import flatten_result_objects
+from subtensors.bucketed.call_key import flatten_result_objects
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.padded_value import PaddedValue

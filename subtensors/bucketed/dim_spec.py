@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
-from subtensors.bucketed.call_key import flatten, has_parts, unflatten
+from subtensors.bucketed.call_key import flatten, flatten_argument_objects, has_parts, unflatten
 from subtensors.bucketed.call_spec import LeafDims
-from subtensors.bucketed.python_objects import flatten_argument_objects
 from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import SizeError
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES

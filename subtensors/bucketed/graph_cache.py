@@ -37,7 +37,7 @@ from subtensors.bucketed.compiled import CompileCache, CompiledBucket, CompileOp
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
-from subtensors.bucketed.side_effects import RngState, Snapshot, rolled_back
+from subtensors.bucketed.side_effects import Snapshot, rolled_back
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.counts import format_bytes
 from subtensors.dispatch.graphs import capture
@@ -228,7 +228,7 @@ class GraphCache:
     def _capture(self, bucket: Bucket) -> None:
         """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""
         registered, own = self.state.registered(), [*self.state.generators, *generators_in(bucket.uncopied.values())]
-        rng = RngState(own=own) if self.state.draws_random_numbers or own else None
+        rng = capture.RngState(own=own) if self.state.draws_random_numbers or own else None
         try:
             bucket.capture()
             # Other threads draw there too.

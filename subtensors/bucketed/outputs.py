@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.python_objects import flatten_result_objects, replaced_leaves
+from subtensors.bucketed.call_key import flatten_result_objects
+from subtensors.bucketed.reachable_state import attributes_of
+from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import realized
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -142,6 +146,67 @@ def _output(leaf: PyTree) -> Output:
     if sizes is None:
         return Output(value.dense)
     return Output(value.dense, value.dims, sizes.symbols, sizes.buckets, sizes.rows)
+
+
+@contextmanager
+def replaced_leaves(tree: PyTree, replacement: Callable[[PyTree], PyTree]) -> Iterator[PyTree]:
+    """A context in which the leaves of arguments are replaced; gives the arguments.
+
+    Lists, dicts and dataclasses stay the caller's own, so that what a program writes to them stays written; where they
+    still hold a replacement at the end, they get their leaf back.
+
+    Args:
+        tree: a pytree; dataclasses in it count as containers.
+        replacement: returns what stands for a leaf, which may be the leaf itself.
+
+    Example:
+        >>> given = [1, 2]
+        >>> with replaced_leaves((given,), lambda x: x * 10) as (inside,):
+        ...     print(inside)
+        ...     inside.append(3)
+        [10, 20]
+        >>> given
+        [1, 2, 3]
+    """
+    written: list[tuple[Any, object, object]] = []
+    seen = set[int]()
+
+    def replaced(x: Any) -> Any:
+        if _is_writable(x):
+            for name, part in _entries(x) if id(x) not in seen else ():
+                seen.add(id(x))
+                if (new := replaced(part)) is not part:
+                    _set_entry(x, name, new)
+                    written.append((x, part, new))
+            return x
+        parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
+        if structure.is_leaf():
+            return replacement(x)
+        new_parts = [*map(replaced, parts)]
+        return x if are_same(new_parts, parts) else pytree.tree_unflatten(new_parts, structure)
+
+    try:
+        yield replaced(tree)
+    finally:
+        for x, part, new in reversed(written):
+            for name, now in _entries(x):
+                if now is new:
+                    _set_entry(x, name, part)
+
+
+def _is_writable(x: object) -> bool:
+    return isinstance(x, (list, dict)) or (dataclasses.is_dataclass(x) and not isinstance(x, (type, Tensor)))
+
+
+def _entries(x: Any) -> list[tuple[Any, object]]:
+    return [*(x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else attributes_of(x).items())]
+
+
+def _set_entry(x: Any, name: Any, value: object) -> None:
+    if isinstance(x, (list, dict)):
+        x[name] = value
+    else:
+        object.__setattr__(x, name, value)
 
 
 def run_at_true_sizes(program: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:

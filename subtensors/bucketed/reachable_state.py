@@ -25,11 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.dispatch.fused.read_values import function_of, is_library, names_in
+from subtensors.dispatch.graphs.capture import Generator
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.padded.padded_tensor import PaddedTensor
-
-Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator"
-"""A random generator of a program's own."""
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
 
@@ -207,6 +205,19 @@ def slots_of(x: object) -> dict[str, object]:
     slots = [vars(kind).get("__slots__", ()) for kind in type(x).__mro__]
     names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
     return {name: getattr(x, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(x, name)}
+
+
+def attributes_of(x: object) -> dict[str, object]:
+    """Return the attributes of an object itself, including those in its slots.
+
+    >>> class Point:
+    ...     __slots__ = ("x", "y")
+    >>> point = Point()
+    >>> point.x = 1
+    >>> attributes_of(point)
+    {'x': 1}
+    """
+    return slots_of(x) | getattr(x, "__dict__", {})
 
 
 def _class_attributes(x: object) -> Iterator[LocatedValue]:

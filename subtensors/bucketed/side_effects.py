@@ -2,6 +2,7 @@
 
 `Snapshot` is of all that a run may write to: random generators, tensors, gradients, and optimizers. The context
 `rolled_back` restores it, always or if the run raises; `restore_state` restores buffers and random generators alone.
+What a run writes to a Python object is detected and undone by an `ObjectSnapshot`.
 
 Note [Gradients of captured programs]
 A program may call `backward` and step an optimizer even if no result of it requires grad. Its graph writes in place to
@@ -13,23 +14,20 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import random
 import threading
-import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from subtensors.bucketed.program_state import State
-from subtensors.bucketed.reachable_state import Generator
-from subtensors.dispatch.graphs import capture
+from subtensors.bucketed.reachable_state import attributes_of
+from subtensors.dispatch.graphs.capture import Generator, RngState
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.dispatch.graphs.guards import TensorSnapshot, Writes, are_same
 from subtensors.dispatch.graphs.released_tensors import ReleasedTensor
@@ -41,67 +39,61 @@ _log = logging.getLogger("subtensors.bucketed")
 ROLLBACK_BYTES = 256 << 20
 """Maximum bytes of the copies that are kept of tensors which a run may write to."""
 
-_CPU = torch.device("cpu")
-
-_Source: TypeAlias = "Generator | types.ModuleType"
-"""A random generator, or the module `random` or `numpy.random`, whose functions draw from one of its own."""
+_CONTAINERS = (dict, OrderedDict, list)  # a module's hooks are in the second
 
 
-class RngState:
-    """A snapshot of random generators: the CPU's, those of some GPUs, Python's and NumPy's, and a program's own.
-
-    Args:
-        devices: the devices; the CPU is always included.
-        own: generators of the program.
+class ObjectSnapshot:
+    """A snapshot of the attributes of some objects, and of the contents of the lists and dicts among these.
 
     Example:
-        >>> state = RngState()
-        >>> _ = random.random()
-        >>> state.has_host_drawn()
-        True
-        >>> state.restore()
-        >>> state.has_host_drawn()
-        False
+        >>> from types import SimpleNamespace
+        >>> cache = SimpleNamespace(steps=[1])
+        >>> snapshot = ObjectSnapshot([cache])
+        >>> cache.steps.append(2)
+        >>> snapshot.restore()
+        'SimpleNamespace'
+        >>> cache.steps
+        [1]
     """
 
-    def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Generator] = ()) -> None:
-        gpus = {device for device in devices if device.type == "cuda"}
-        defaults = [capture.generator_of(device) for device in (torch.device("cpu"), *gpus)]
-        self._states = [(source, _state_of(source)) for source in (*defaults, random, np.random, *own)]
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._before: list[tuple[str, Any, Any]] = []
+        for x in objects:
+            attributes = attributes_of(x)
+            self._before.append((type(x).__name__, x, attributes))
+            for part in attributes.values():
+                if isinstance(part, (dict, list)) and type(part) in _CONTAINERS:
+                    self._before.append((type(x).__name__, part, part.copy()))
 
-    def has_host_drawn(self) -> bool:
-        """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        on_host = ((x, before) for x, before in self._states if not isinstance(x, torch.Generator) or x.device == _CPU)
-        return any(_state_of(source) != before for source, before in on_host)
-
-    def has_drawn(self) -> bool:
-        """Return whether random numbers were drawn since the snapshot, on the host or a device."""
-        return any(_state_of(source) != before for source, before in self._states)
-
-    def restore(self) -> None:
-        """Restore all generators to the snapshot."""
-        for source, before in self._states:
-            _set_state(source, pickle.loads(before))
-
-
-def _state_of(source: _Source) -> bytes:
-    # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
-    if isinstance(source, torch.Generator):
-        return pickle.dumps(source.get_state().numpy())
-    if isinstance(source, np.random.Generator):
-        return pickle.dumps(source.bit_generator.state)
-    return pickle.dumps(np.random.get_state() if source is np.random else source.getstate())
+    def restore(self) -> str:
+        """Undo what was written since the snapshot; return the class name of the first changed object, "" if none."""
+        written = ""
+        for name, part, before in self._before:
+            is_container = type(part) in _CONTAINERS
+            if _is_same(part if is_container else attributes_of(part), before):
+                continue
+            written = written or name
+            if is_container:
+                part.clear()
+                part.update(before) if isinstance(part, dict) else part.extend(before)
+            else:
+                _set_attributes(part, before)
+        return written
 
 
-def _set_state(source: _Source, state: Any) -> None:
-    if isinstance(source, torch.Generator):
-        source.set_state(torch.from_numpy(state))
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    elif source is np.random:
-        np.random.set_state(state)
-    else:
-        source.setstate(state)
+def _set_attributes(x: object, to: dict[str, object]) -> None:
+    now = attributes_of(x)
+    for name in now.keys() - to.keys():
+        object.__delattr__(x, name)
+    for name, value in to.items():
+        if name not in now or now[name] is not value:
+            object.__setattr__(x, name, value)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and are_same(now.values(), before.values())
+    return are_same(now, before)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from subtensors.bucketed.bucket import Bucket, HostSizes
+from subtensors.bucketed.call_key import flatten_result_objects
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
 from subtensors.bucketed.program_state import leaf_ids_of
-from subtensors.bucketed.python_objects import flatten_result_objects
 from subtensors.bucketed.side_effects import SideEffects, Snapshot, dense_of, restore_state
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched

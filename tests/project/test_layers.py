@@ -27,7 +27,7 @@ REST = "..."
 ROOMS = {
     "subtensors.optim": f"{REST} updates __init__".split(),
     "subtensors.bucketed": (
-        "reachable_state state_guard program_state side_effects python_objects call_key call_spec dim_spec outputs "
+        "reachable_state state_guard program_state side_effects call_key call_spec dim_spec outputs "
         f"statistics bucket trained_bucket compiled compiled_gradients graph_cache autograd_nodes {REST}"
     ).split(),
 }
