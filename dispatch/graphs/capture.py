@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Lock
-from typing import Any, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -311,7 +311,7 @@ class RngState:
     def restore(self) -> None:
         """Restore all generators to the snapshot."""
         for source, before in self._states:
-            _set_state(source, pickle.loads(before))
+            _set_state(source, before)
 
 
 def _is_on_host(source: _Source) -> bool:
@@ -327,7 +327,8 @@ def _state_of(source: _Source) -> bytes:
     return pickle.dumps(np.random.get_state() if source is np.random else source.getstate())
 
 
-def _set_state(source: _Source, state: Any) -> None:
+def _set_state(source: _Source, saved: bytes) -> None:
+    state = pickle.loads(saved)
     if isinstance(source, torch.Generator):
         source.set_state(torch.from_numpy(state))
     elif isinstance(source, np.random.Generator):

@@ -40,7 +40,8 @@ CompileOptions: TypeAlias = dict[str, object]
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Bucket)
-C = TypeVar("C", bound="SizePolymorphic[Any, Any]")
+Code: TypeAlias = "SizePolymorphic[Any, Any]"
+C = TypeVar("C", bound=Code)
 
 
 class CompileCache:
@@ -52,7 +53,7 @@ class CompileCache:
 
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
-        self.by_family: dict[BucketKey, SizePolymorphic[Any, Any]] = {}
+        self.by_family: dict[BucketKey, Code] = {}
         self._dropped_compilations = 0
 
     def code_for(self, spec: CallSpec, device: torch.device, make: Callable[[CallSpec, CompileOptions], C]) -> C:
@@ -261,18 +262,10 @@ class Compiled(SizePolymorphic[Bucket, tuple[ShapeTemplate, DynamicCode]]):
 
 
 class CompiledBucket(Bucket):
-    """A bucket that runs compiled code.
-
-    Args:
-        cache: of the code of its family.
-        arguments: as in `Bucket`.
-    """
+    """A bucket that runs compiled code, which it takes from a cache."""
 
     has_compiled_code = True
-
-    def __init__(self, cache: CompileCache, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.take_code(cache)
+    code: Compiled
 
     def take_code(self, cache: CompileCache) -> None:
         """Take the code from the cache."""

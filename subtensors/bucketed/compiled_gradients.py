@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -141,18 +141,12 @@ class CompiledGradients(SizePolymorphic[TrainedBucket, Joint]):
 
 
 class CompiledTrainedBucket(TrainedBucket):
-    """A bucket whose calls are tracked by autograd, and run compiled code if the program can be compiled.
-
-    Args:
-        cache: of the code of its family.
-        arguments: as in `TrainedBucket`.
-    """
+    """A bucket whose calls autograd tracks, and that runs compiled code if the program can be compiled."""
 
     has_compiled_code = True
-
-    def __init__(self, cache: CompileCache, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.take_code(cache)
+    code: CompiledGradients
+    _saved: Sequence[Tensor] = ()
+    """The tensors that the compiled forward saved for the backward."""
 
     def take_code(self, cache: CompileCache) -> None:
         """Take the code from the cache."""
@@ -179,7 +173,7 @@ class CompiledTrainedBucket(TrainedBucket):
     def _run_backward(self) -> list[Tensor | None]:
         if not self.is_compiled:
             return super()._run_backward()
-        saved, self._saved = self._saved, []
+        saved, self._saved = list(self._saved), ()
         return self.code.backward(self, saved, self._given(), self.root_gradients)
 
     def _given(self) -> list[Tensor]:

@@ -145,7 +145,7 @@ def _parts(x: PyTree) -> list[tuple[object, pytree.KeyEntry, PyTree]] | None:
     parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
     if structure.is_leaf():
         return None
-    steps: list[Any] = [pytree.SequenceKey(i) for i in range(len(parts))]
+    steps: list[pytree.KeyEntry] = [pytree.SequenceKey(i) for i in range(len(parts))]
     with suppress(ValueError):  # raised for a class that is registered without names
         steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
     names = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in steps]

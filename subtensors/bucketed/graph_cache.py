@@ -118,7 +118,9 @@ class GraphCache:
         arguments, cache = (spec, leaves, call, device, self.state, self._pool(device)), self.compile_cache
         if cache is None:
             return TrainedBucket(*arguments) if requires_grad else Bucket(*arguments)
-        return CompiledTrainedBucket(cache, *arguments) if requires_grad else CompiledBucket(cache, *arguments)
+        bucket = CompiledTrainedBucket(*arguments) if requires_grad else CompiledBucket(*arguments)
+        bucket.take_code(cache)
+        return bucket
 
     def _pool(self, device: torch.device) -> GraphPool | None:
         if device.type != "cuda":

@@ -168,10 +168,10 @@ def replaced_leaves(tree: PyTree, replacement: Callable[[PyTree], PyTree]) -> It
         >>> given
         [1, 2, 3]
     """
-    written: list[tuple[Any, object, object]] = []
+    written: list[tuple[PyTree, object, object]] = []
     seen = set[int]()
 
-    def replaced(x: Any) -> Any:
+    def replaced(x: PyTree) -> PyTree:
         if _is_writable(x):
             for name, part in _entries(x) if id(x) not in seen else ():
                 seen.add(id(x))
@@ -198,11 +198,11 @@ def _is_writable(x: object) -> bool:
     return isinstance(x, (list, dict)) or (dataclasses.is_dataclass(x) and not isinstance(x, (type, Tensor)))
 
 
-def _entries(x: Any) -> list[tuple[Any, object]]:
+def _entries(x: PyTree) -> list[tuple[Any, object]]:
     return [*(x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else attributes_of(x).items())]
 
 
-def _set_entry(x: Any, name: Any, value: object) -> None:
+def _set_entry(x: PyTree, name: Any, value: object) -> None:
     if isinstance(x, (list, dict)):
         x[name] = value
     else:
