@@ -170,8 +170,9 @@ class CallCache:
             return cached
         if too_many := self._note_values(leaves, cached.places, form, modes[-1]):
             return CachedCall(None, None, too_many, sizes=sizes)
-        for note in self._unnamed_dim(cached, places):
-            self._graph_cache.note(note)
+        for note in (self._dims.not_given(args, kwargs), *self._unnamed_dim(cached, places)):
+            if note:
+                self._graph_cache.note(note)
         self._last = cached
         call = form.program_on_leaves(self._program, self._state)
         cached.bucket = self._graph_cache.bucket_of(modes[0] is not None, spec, leaves, call, device)

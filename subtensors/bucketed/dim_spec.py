@@ -58,6 +58,14 @@ class ArgumentDims:
             if self.distinct.setdefault(dim.name, dim) != dim:
                 raise SizeError(f"two Dims are named {dim.name!r}: {self.distinct[dim.name]} and {dim}")
 
+    def not_given(self, args: Args, kwargs: Kwargs) -> str:
+        """Return a note on a named argument that the program has no parameter for, and that a call lacks; else ""."""
+        lacking = [name for name in self.by_name if isinstance(name, str) and name not in (*self.names, *kwargs)]
+        if not lacking:
+            return ""
+        given = ", ".join([*self.positional[: len(args)], *kwargs]) or "arguments by position"
+        return f"dims name an argument {lacking[0]!r}, which is not given: the call has {given}"
+
     def of_leaves(self, args: Args, kwargs: Kwargs) -> list[LeafDims]:
         """Return for each leaf of a call its place and its padded dims, in the order of `flatten`.
 

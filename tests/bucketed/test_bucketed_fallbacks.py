@@ -224,6 +224,25 @@ def test_an_argument_that_varies_like_a_dim_and_is_not_named_is_noted_once(
 
 
 @torch.no_grad()
+def test_a_name_that_no_call_gives_to_a_program_of_any_names_is_noted_once(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(x: Tensor, **others: Tensor) -> Tensor:
+        return x.sum(0) + sum(t.sum(0) for t in others.values())
+
+    run = st.bucketed(program, {"x": {0: SEQ}, "maks": {0: SEQ}})
+    with caplog.at_level(logging.WARNING, "subtensors.bucketed"):
+        for n in (5, 12):
+            run(rows(n, device), mask=torch.ones(3, device=device))
+    (message,) = caplog.messages
+    assert message.endswith("dims name an argument 'maks', which is not given: the call has x, mask")
+    assert list(run.stats().notes.values()) == [2]
+    run = st.bucketed(program, {"x": {0: SEQ}, "mask": {0: SEQ}})
+    run(rows(5, device), mask=rows(5, device))
+    assert not run.stats().notes
+
+
+@torch.no_grad()
 def test_a_named_argument_that_fills_its_bucket_is_not_noted(device: str) -> None:
     rows_dim = st.Dim("rows", max=4, buckets=[1, 2, 4])
     run = st.bucketed(lambda x, y: (x * y[:, None]).sum(), {"x": {0: rows_dim, 1: SEQ}, "y": {0: rows_dim}})
