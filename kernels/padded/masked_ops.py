@@ -7,7 +7,6 @@ no kernels: the gradient of an op is written in torch ops (`differentiable`), wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 from subtensors.kernels.padded import masked_norm as norms
 from subtensors.kernels.padded import masked_reduction as reductions
 from subtensors.kernels.padded import masked_softmax as softmaxes
-from subtensors.kernels.runtime.async_compile import CompilePending
-from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define, has_kernel
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define_kernel
 from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, unpack_lengths
 
 
@@ -201,18 +199,6 @@ def _requiring_grad(t: Tensor) -> Tensor:
     return t if t.requires_grad else t.detach().requires_grad_()
 
 
-def _softmax(x: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], fill: float, is_log: bool) -> Tensor:
-    run = softmaxes.masked_softmax_forward if has_kernel(x) else softmaxes.masked_softmax_reference
-    return run(x, dim, unpack_lengths(d, s, b), fill, is_log)
-
-
-def _softmax_backward(
-    gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
-) -> Tensor:
-    run = softmaxes.masked_softmax_backward if has_kernel(y) else softmaxes.masked_softmax_backward_reference
-    return run(gradient, y, dim, unpack_lengths(d, s, b), is_log)
-
-
 def _like_first(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
@@ -221,16 +207,14 @@ def _like_second(_: object, x: Tensor, *__: object) -> Tensor:
     return torch.empty_like(x)
 
 
-define(
-    "masked_softmax", f"Tensor x, int dim, {LENGTHS_SCHEMA}, float fill, bool is_log", "Tensor", _softmax, _like_first
-)
-define(
-    "masked_softmax_backward",
-    f"Tensor gradient, Tensor y, int dim, {LENGTHS_SCHEMA}, bool is_log",
-    "Tensor",
-    _softmax_backward,
-    _like_second,
-)
+define_kernel(
+    "masked_softmax", f"Tensor x, int dim, {LENGTHS_SCHEMA}, float fill, bool is_log", "Tensor",
+    softmaxes.masked_softmax_forward, softmaxes.masked_softmax_reference, _like_first,
+)  # fmt: skip
+define_kernel(
+    "masked_softmax_backward", f"Tensor gradient, Tensor y, int dim, {LENGTHS_SCHEMA}, bool is_log", "Tensor",
+    softmaxes.masked_softmax_backward, softmaxes.masked_softmax_backward_reference, _like_second,
+)  # fmt: skip
 
 
 def _softmax_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -248,15 +232,6 @@ torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient,
 differentiable("masked_softmax_backward", softmax_gradient)
 
 
-def _reduction(
-    x: Tensor, kind: str, dims: list[int], d: list[int], s: list[Tensor], b: list[int],
-    p: float, correction: float, fill: float, for_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    by_kernel = has_kernel(x, FLOAT_DTYPES + INTEGER_DTYPES)
-    run = reductions.masked_reduction_forward if by_kernel else reductions.masked_reduction_reference
-    return tuple(run(x, kind, dims, unpack_lengths(d, s, b), p, correction, fill, for_gradient))  # type: ignore[return-value]
-
-
 def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor]:
     reduced = {dim % x.dim() for dim in dims}
     shape = [n for dim, n in enumerate(x.shape) if dim not in reduced]
@@ -265,30 +240,20 @@ def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: object) -> tuple[
     return out, aux, counts
 
 
-def _reduction_backward(
-    gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: list[int],
-    d: list[int], s: list[Tensor], b: list[int], p: float, correction: float,
-) -> Tensor:  # fmt: skip
-    run = reductions.masked_reduction_backward if has_kernel(x) else reductions.masked_reduction_backward_reference
-    reduced = reductions.Reduced(out, aux, counts)
-    return run(gradient, x, reduced, kind, dims, unpack_lengths(d, s, b), p, correction)
-
-
-define(
+define_kernel(
     "masked_reduction",
     f"Tensor x, str kind, int[] reduced, {LENGTHS_SCHEMA}, float p, float correction, float fill, bool for_gradient",
     "(Tensor, Tensor, Tensor)",
-    _reduction,
-    _reduction_fake,
-)
-define(
+    reductions.masked_reduction_forward, reductions.masked_reduction_reference, _reduction_fake,
+    FLOAT_DTYPES + INTEGER_DTYPES,
+)  # fmt: skip
+define_kernel(
     "masked_reduction_backward",
     f"Tensor gradient, Tensor x, Tensor out, Tensor aux, Tensor counts, str kind, int[] reduced, {LENGTHS_SCHEMA}, "
     "float p, float correction",
     "Tensor",
-    _reduction_backward,
-    _like_second,
-)
+    reductions.masked_reduction_backward, reductions.masked_reduction_backward_reference, _like_second,
+)  # fmt: skip
 
 
 def _reduction_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -310,30 +275,10 @@ torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradi
 differentiable("masked_reduction_backward", reduction_gradient)
 
 
-def _norm(
-    x: Tensor, normalized: int, weight: Tensor | None, bias: Tensor | None, eps: float,
-    d: list[int], s: list[Tensor], b: list[int], fill: float, is_rms: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = x, normalized, weight, bias, eps, unpack_lengths(d, s, b), fill, is_rms
-    if has_kernel(x):
-        with suppress(CompilePending):
-            return tuple(norms.masked_norm_forward(*arguments))  # type: ignore[return-value]
-    return tuple(norms.masked_norm_reference(*arguments))  # type: ignore[return-value]
-
-
 def _norm_fake(x: Tensor, normalized: int, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dtype = reductions.sum_dtype(x.dtype)
     mean, scale = (x.new_empty(x.shape[: x.dim() - normalized], dtype=dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, scale
-
-
-def _norm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
-    d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # eps is part of the scale already; second derivatives need it.
-    run = norms.masked_norm_backward if has_kernel(x) else norms.masked_norm_backward_reference
-    return run(gradient, x, mean, scale, weight, normalized, unpack_lengths(d, s, b), is_rms)
 
 
 def _norm_backward_fake(
@@ -343,21 +288,19 @@ def _norm_backward_fake(
     return x.new_empty(x.shape), mean.new_empty(shape), mean.new_empty(shape)
 
 
-define(
+define_kernel(
     "masked_norm",
     f"Tensor x, int normalized, Tensor? weight, Tensor? bias, float eps, {LENGTHS_SCHEMA}, float fill, bool is_rms",
     "(Tensor, Tensor, Tensor)",
-    _norm,
-    _norm_fake,
-)
-define(
+    norms.masked_norm_forward, norms.masked_norm_reference, _norm_fake,
+)  # fmt: skip
+define_kernel(
     "masked_norm_backward",
     "Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, "
     f"{LENGTHS_SCHEMA}, bool is_rms",
     "(Tensor, Tensor, Tensor)",
-    _norm_backward,
-    _norm_backward_fake,
-)
+    norms.masked_norm_backward, norms.masked_norm_backward_reference, _norm_backward_fake,
+)  # fmt: skip
 
 
 def _norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

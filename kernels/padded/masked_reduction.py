@@ -145,12 +145,12 @@ def _is_of_rows(length: ValidLength, dims: Sequence[int], ndim: int) -> bool:
 
 
 def masked_reduction_backward_reference(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
-    p: float = 2.0, correction: float = 1.0,
+    gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: Sequence[int],
+    lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Compute `masked_reduction_backward` in torch ops."""
-    g = _scaled(gradient, reduced, kind, p, correction)
-    g, out, aux = (_kept(t.to(g.dtype), dims, x.dim()) for t in (g, reduced.out, reduced.aux))
+    g = _scaled(gradient, Reduced(out, aux, counts), kind, p, correction)
+    g, out, aux = (_kept(t.to(g.dtype), dims, x.dim()) for t in (g, out, aux))
     value = x.to(g.dtype)
     formula = {
         "sum": lambda: g,
@@ -273,21 +273,21 @@ def _parts(programs: int, tiles: int, slots: int) -> int:
 
 
 def masked_reduction_backward(
-    gradient: Tensor, x: Tensor, reduced: Reduced, kind: str, dims: Sequence[int], lengths: Sequence[ValidLength],
-    p: float = 2.0, correction: float = 1.0,
+    gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: Sequence[int],
+    lengths: Sequence[ValidLength], p: float = 2.0, correction: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of `masked_reduction` with its kernel.
 
     Args:
         gradient: the gradient of the result, in its shape.
         x, kind, dims, lengths, p, correction: as in the forward.
-        reduced: the result of the forward.
+        out, aux, counts: the results of the forward.
 
     Returns:
         The gradient of `x`, zero in padding.
     """
     x, layout = plan(x, dims, lengths)
-    g = _scaled(gradient, reduced, kind, p, correction).contiguous()
+    g = _scaled(gradient, Reduced(out, aux, counts), kind, p, correction).contiguous()
     result = torch.empty_like(x)
     if not x.numel():
         return result
@@ -296,7 +296,7 @@ def masked_reduction_backward(
     programs = layout.rows[0] * -(-layout.rows[1] // block_rows) * tiles
     with launching_on(x.device):
         _kernels().reduction_backward_kernel[(programs,)](
-            x, reduced.out.contiguous(), reduced.aux.contiguous(), g, result, layout.slot_arguments(lengths),
+            x, out.contiguous(), aux.contiguous(), g, result, layout.slot_arguments(lengths),
             *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p),
             block_rows, block_columns,
         )  # fmt: skip

@@ -54,6 +54,13 @@ def pad_ragged_reference(
     return values.new_full(shape, value).masked_scatter(valid, values)
 
 
+def pad_rows_reference(
+    rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
+) -> Tensor:
+    """Compute `pad_rows` in torch ops."""
+    return pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, lengths, value)
+
+
 def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
     """Compute `unpad_ragged` in torch ops."""
     values = padded[valid_mask(padded.shape, lengths, padded.device).expand(padded.shape)]

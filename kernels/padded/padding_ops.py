@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded import padding
-from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define, has_kernel
-from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, unpack_lengths
+from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define_kernel
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths
 
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
@@ -120,20 +120,18 @@ def pad_list(
     return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
-def _pad(dense: Tensor, shape: list[int], value: float) -> Tensor:
-    return (padding.pad_dense if has_kernel(dense, DTYPES) else padding.pad_reference)(dense, shape, value)
-
-
-def _unpad(padded: Tensor, size: list[int]) -> Tensor:
-    return (padding.unpad_dense if has_kernel(padded, DTYPES) else padding.unpad_reference)(padded, size)
-
-
 def _of_shape(tensor: Tensor, shape: Sequence[int], *_: object) -> Tensor:
     return tensor.new_empty(shape)
 
 
-define("pad_to", "Tensor dense, SymInt[] shape, Scalar value", "Tensor", _pad, _of_shape)
-define("unpad_to", "Tensor padded, SymInt[] size", "Tensor", _unpad, _of_shape)
+define_kernel(
+    "pad_to", "Tensor dense, SymInt[] shape, Scalar value", "Tensor", padding.pad_dense, padding.pad_reference,
+    _of_shape, DTYPES,
+)  # fmt: skip
+define_kernel(
+    "unpad_to", "Tensor padded, SymInt[] size", "Tensor", padding.unpad_dense, padding.unpad_reference,
+    _of_shape, DTYPES,
+)  # fmt: skip
 
 
 def _shape_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -152,29 +150,6 @@ torch.library.register_autograd("subtensors::pad_to", _pad_gradient, setup_conte
 torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_context=_shape_context)
 
 
-def _pad_values(values: Tensor, shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float) -> Tensor:
-    lengths = unpack_lengths(d, s, b)
-    if has_kernel(values, DTYPES):
-        return padding.pad_ragged(values, shape, lengths, value)
-    return padding.pad_ragged_reference(values, shape, lengths, value)
-
-
-def _unpad_values(padded: Tensor, d: list[int], s: list[Tensor], b: list[int], total: int) -> Tensor:
-    lengths = unpack_lengths(d, s, b)
-    if has_kernel(padded, DTYPES):
-        return padding.unpad_ragged(padded, lengths, total)
-    return padding.unpad_ragged_reference(padded, lengths, total)
-
-
-def _pad_list(
-    rows: list[Tensor], shape: list[int], d: list[int], s: list[Tensor], b: list[int], value: float
-) -> Tensor:
-    lengths = unpack_lengths(d, s, b)
-    if has_kernel(rows[0], DTYPES):
-        return padding.pad_rows(rows, shape, lengths, value)
-    return padding.pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, lengths, value)
-
-
 def _unpad_fake(padded: Tensor, d: object, s: object, b: object, total: int) -> Tensor:
     return padded.new_empty(total)
 
@@ -183,9 +158,18 @@ def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: object) -> Tens
     return rows[0].new_empty(shape)
 
 
-define("pad_values", f"Tensor values, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", _pad_values, _of_shape)
-define("unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor", _unpad_values, _unpad_fake)
-define("pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", _pad_list, _list_fake)
+define_kernel(
+    "pad_values", f"Tensor values, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_ragged,
+    padding.pad_ragged_reference, _of_shape, DTYPES,
+)  # fmt: skip
+define_kernel(
+    "unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor", padding.unpad_ragged,
+    padding.unpad_ragged_reference, _unpad_fake, DTYPES,
+)  # fmt: skip
+define_kernel(
+    "pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_rows,
+    padding.pad_rows_reference, _list_fake, DTYPES,
+)  # fmt: skip
 
 
 def _values_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from subtensors.kernels.runtime.async_compile import CompilePending
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, unpack_lengths
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -46,6 +51,42 @@ def define(
     torch.library.define(f"subtensors::{name}", f"({arguments}) -> {results}", tags=tags)
     torch.library.impl(f"subtensors::{name}", "CompositeExplicitAutograd")(run)
     torch.library.register_fake(f"subtensors::{name}")(fake)
+
+
+def define_kernel(
+    name: str,
+    arguments: str,
+    results: str,
+    kernel: Callable[..., object],
+    reference: Callable[..., object],
+    fake: Callable[..., object],
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+) -> None:
+    """Register an op that a kernel computes, and its reference where no kernel runs.
+
+    Args:
+        name, arguments, results, fake: as `define` takes them.
+        kernel, reference: take the arguments, with a list of `ValidLength` in place of the lists of `LENGTHS_SCHEMA`.
+        dtypes: those of the first tensor for which there is a kernel.
+    """
+    before, schema, _ = arguments.partition(LENGTHS_SCHEMA)
+    at = before.count(",")
+
+    def run(*given: Any) -> object:
+        x = given[0] if isinstance(given[0], Tensor) else given[0][0]
+        if schema:
+            given = (*given[:at], unpack_lengths(*given[at : at + 3]), *given[at + 3 :])
+        if has_kernel(x, dtypes):
+            with suppress(CompilePending):
+                return _plain(kernel(*given))
+        return _plain(reference(*given))
+
+    define(name, arguments, results, run, fake)
+
+
+def _plain(results: object) -> object:
+    """Return an op's results, of which several are a plain tuple."""
+    return tuple(results) if isinstance(results, tuple) else results
 
 
 def materialize(x: Tensor) -> Tensor:
