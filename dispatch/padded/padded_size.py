@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
 from subtensors.dispatch.padded.size_conditions import HostSize
-from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes, rows_symbol
+from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
     Size,
@@ -29,6 +29,7 @@ from subtensors.dispatch.sizes.expressions import (
     multiplied,
     remainder,
     smallest,
+    value_at,
 )
 
 if TYPE_CHECKING:
@@ -84,10 +85,7 @@ class PaddedSize(int):
             host: the value of every symbol.
         """
         values = tuple(host[symbol] for symbol in self.sizes.symbols)
-        sizes = TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values)
-        if not self.sizes.is_ragged(self.size):
-            return value_at(self.size, sizes.assignment(row=0))
-        return tuple(value_at(self.size, sizes.assignment(row)) for row in range(self.sizes.rows or 0))
+        return TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values).on_host(self.size, value_at)
 
     def on_host(self, row: int | None = None) -> int:
         """The true number; waits for the device where the host doesn't know it."""
@@ -147,14 +145,9 @@ def _outcomes(a: PaddedSize, b: PaddedSize, compare: Callable[[int, object], boo
     sizes = a.sizes if b.sizes is a.sizes else merge_sizes([a.sizes, b.sizes])
     assert sizes is not None
     if sizes.known_on_host:
-        each = [sizes.assignment(row) for row in range(sizes.rows or 1)]
-        return {compare(value_at(a.size, one), value_at(b.size, one)) for one in each}
-    symbols, buckets = _ranges(a.size - b.size, sizes)
-    if len(symbols) != 1 or not buckets or not a.size.free_symbols | b.size.free_symbols <= {*symbols}:
-        return {compare(int(a), int(b))}
-    points = [{symbols[0]: n} for n in range(buckets[0] + 1)]
-    pairs = [(value_at(a.size, point), value_at(b.size, point)) for point in points]
-    return {compare(m, n) for m, n in pairs if m >= 0 and n >= 0}
+        return set(map(compare, sizes.each_on_host(a.size), sizes.each_on_host(b.size)))
+    signs = _signs(a.size, b.size, sizes.key) if len(a.size.free_symbols | b.size.free_symbols) == 1 else None
+    return {compare(sign, 0) for sign in signs} if signs else {compare(int(a), int(b))}
 
 
 for _name in "__lt__ __le__ __gt__ __ge__".split():
@@ -205,13 +198,6 @@ def sizes_with(sizes: TrueSizes | None, *numbers: object) -> TrueSizes | None:
     return merge_sizes([*([] if sizes is None else [sizes]), *others]) if others else sizes
 
 
-def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """The value of an expression at some sizes; unlike a size it may be negative."""
-    import sympy
-
-    return int(size.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()}))
-
-
 def dim_of(number: int, sizes: TrueSizes | None) -> Factors:
     """Return the dim that a number asks for: a padded one for a padded size."""
     if not isinstance(number, PaddedSize):
@@ -223,48 +209,25 @@ def most(size: Size, sizes: TrueSizes | None) -> int:
     """Return the largest value of an expression at any true sizes of the buckets.
 
     Raises:
-        UnsupportedCall: it is not found, for an expression of several sizes that may shrink as one of them grows.
+        UnsupportedCall: it is not found.
     """
-    values = _values(size, *_ranges(size, sizes))
-    if values is None:
+    bounds = _bounds(size, None if sizes is None else sizes.key)
+    if bounds is None:
         raise UnsupportedCall(f"no bucket is known to hold the size {size}")
-    return max(values)
+    return bounds[1]
 
 
 def least(size: Size, sizes: TrueSizes | None) -> int:
-    """Return the smallest value of an expression of one symbol.
-
-    Raises:
-        UnsupportedCall: it is one of several symbols.
-    """
-    values = _values(size, *_ranges(size, sizes))
-    if values is None or len(size.free_symbols) > 1:
+    """Return the smallest value of an expression, as `most` does the largest."""
+    bounds = _bounds(size, None if sizes is None else sizes.key)
+    if bounds is None:
         raise UnsupportedCall(f"the size {size} may be negative")
-    return min(values)
+    return bounds[0]
 
 
 def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
     """Return whether two sizes are equal at all true sizes of the buckets."""
-    if a == b:
-        return True
-    symbols = tuple(sorted(a.free_symbols | b.free_symbols, key=str))
-    if sizes is None or not set(symbols) <= set(sizes.symbols):
-        return False
-    return _is_same(a, b, symbols, tuple(sizes.buckets[sizes.symbols.index(symbol)] for symbol in symbols))
-
-
-@functools.lru_cache(4096)
-def _is_same(a: Size, b: Size, symbols: tuple[sympy.Symbol, ...], buckets: tuple[int, ...]) -> bool:
-    import sympy
-
-    # Grids of two sizes have a limit, and more symbols than that stay unknown.
-    if len(symbols) > 2 or (len(symbols) == 2 and math.prod(buckets) > _LARGEST_GRID):
-        return False
-    both = sympy.lambdify(symbols, (a, b), modules=[{"Max": max, "Min": min}, "math"], dummify=True)
-    pairs = (both(*point) for point in itertools.product(*(range(bucket + 1) for bucket in buckets)))
-    # Sizes that are negative are errors without padding.
-    possible = [m == n for m, n in pairs if m >= 0 and n >= 0]
-    return bool(possible) and all(possible)
+    return a == b or (sizes is not None and _signs(a, b, sizes if isinstance(sizes, SizeKey) else sizes.key) == {0})
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:
@@ -279,9 +242,9 @@ def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSize
     if bound is None:
         return as_expression(default)
     position = true_expression(bound)
-    values = _values(position, *_ranges(position, sizes))
+    bounds = _bounds(position, None if sizes is None else sizes.key)
     clamped = smallest(position, size)
-    if values is not None and len(position.free_symbols) < 2 and min(values) >= 0:
+    if bounds is not None and bounds[0] >= 0:
         return clamped
     from_end = largest(0, added(size, position))
     if position.is_Integer:
@@ -293,25 +256,43 @@ def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSize
     return next((simple for simple in (largest(0, clamped), from_end) if is_same(simple, exact, sizes)), exact)
 
 
-def _ranges(size: Size, sizes: TrueSizes | None) -> tuple[tuple[sympy.Symbol, ...], tuple[int, ...]]:
-    """The symbols of an expression, and their buckets."""
-    symbols = sorted(size.free_symbols, key=str)
-    if sizes is None or rows_symbol() in symbols:
-        return tuple(symbols), ()
-    return tuple(symbols), tuple(sizes.buckets[sizes.symbols.index(symbol)] for symbol in symbols)
+@functools.lru_cache(4096)
+def _signs(a: Size, b: Size, known: SizeKey) -> frozenset[int] | None:
+    """Return the signs that `a - b` has where neither is negative, as that is an error without padding."""
+    points = _values((a, b), known)
+    return None if points is None else frozenset((m > n) - (m < n) for m, n in points if m >= 0 and n >= 0)
 
 
 @functools.lru_cache(4096)
-def _values(size: Size, symbols: Sequence[sympy.Symbol], buckets: Sequence[int]) -> list[int] | None:
-    """All values of an expression of one symbol; of several, the largest, where it is certain; else None."""
+def _bounds(size: Size, known: SizeKey | None) -> tuple[int, int] | None:
+    """Return the smallest and the largest value of an expression; None where they aren't found."""
+    points = _values((size,), known, is_monotone=_grows(size))
+    return None if points is None else (min(points)[0], max(points)[0])
+
+
+def _values(sizes: tuple[Size, ...], known: SizeKey | None, is_monotone: bool = False) -> list[tuple[int, ...]] | None:
+    """Return the values of expressions at all true sizes of the buckets; None where that is unknown, or too many.
+
+    Args:
+        sizes: the expressions.
+        known: the symbols with their buckets.
+        is_monotone: whether the first and the last of these sizes are enough.
+    """
     import sympy
 
-    if len(symbols) != len(buckets):
+    symbols = sorted(set().union(*(size.free_symbols for size in sizes)), key=str)
+    if symbols and (known is None or not set(symbols) <= set(known.symbols)):
         return None
-    if len(symbols) == 1:
-        function = sympy.lambdify(symbols, size, "math")
-        return [int(function(n)) for n in range(buckets[0] + 1)]
-    return [value_at(size, dict(zip(symbols, buckets, strict=True)))] if _grows(size) else None
+    buckets = [known.buckets[known.symbols.index(symbol)] for symbol in symbols] if known is not None else []
+    if is_monotone:
+        return [
+            tuple(value_at(size, dict(zip(symbols, ends, strict=True))) for size in sizes)
+            for ends in ([0] * len(buckets), buckets)
+        ]
+    if len(symbols) > 2 or (len(symbols) == 2 and math.prod(buckets) > _LARGEST_GRID):
+        return None
+    function = sympy.lambdify(symbols, sizes, modules=[{"Max": max, "Min": min}, "math"], dummify=True)
+    return [function(*point) for point in itertools.product(*(range(bucket + 1) for bucket in buckets))]
 
 
 def _grows(size: Size) -> bool:

@@ -35,7 +35,7 @@ from subtensors.dispatch.sizes.dim_factors import (
     static,
     static_dims,
 )
-from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_host
+from subtensors.dispatch.sizes.expressions import Size, as_expression
 from subtensors.dispatch.torch_internals.dispatcher import without_overrides
 
 Number = int | float | bool
@@ -365,24 +365,8 @@ def prefix_size(value: PaddedValue, dim: int) -> Size:
     return value.dims[dim][0].size
 
 
-def host_sizes(value: PaddedValue, dim: int) -> list[int] | None:
-    """Return the true size of a dim, one for each row if rows differ; None where the host doesn't know it.
-
-    Raises:
-        UnsupportedCall: the valid positions lie scattered, as after a flatten.
-    """
-    size, sizes = prefix_size(value, dim), value.sizes
-    if sizes is None or not sizes.known_on_host:
-        return None
-    rows = range(sizes.rows or 1) if sizes.is_ragged(size) else [0]
-    return [size_on_host(size, sizes.assignment(row)) for row in rows]
-
-
 def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
-    """Return the true size of a dim, one for each row of a ragged batch; none where the host doesn't know any.
-
-    Unlike `host_sizes` this is cached, and takes flattened dims; a dim without padding has none.
-    """
+    """Return the true size of a padded dim, one for each row of a ragged batch; none where the host knows none."""
     sizes = value.sizes
     if not value.is_padded(dim) or sizes is None or not sizes.known_on_host:
         return ()

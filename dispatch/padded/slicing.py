@@ -27,7 +27,7 @@ from subtensors.dispatch.padded.padded_size import (
     sizes_with,
     true_expression,
 )  # fmt: skip
-from subtensors.dispatch.padded.padded_value import PaddedValue, host_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, known_sizes, prefix_size, result
 from subtensors.dispatch.padded.positions import take_range
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -88,8 +88,8 @@ def _select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:
 
 def _size_on_host(x: PaddedValue, d: int) -> int | None:
     """Return the true size of a dim, if the host knows that and all rows have the same."""
-    sizes = host_sizes(x, d)
-    return sizes[0] if sizes is not None and len(sizes) == 1 else None
+    sizes = {*known_sizes(x, d)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 @table.register(aten.slice, aten.slice_copy, across=True)
@@ -243,10 +243,10 @@ def _part(x: PaddedValue, dim: int, start: Size, size: Size, parts: int) -> Padd
 
 def _same_count(call: PaddedCall, x: PaddedValue, d: int, count: Callable[[int], int]) -> int:
     """Return the number of parts that a dim has, if the host knows its true sizes and it is the same for all rows."""
-    sizes = None if is_traced(x.dense) or needs_host(x.dense, call.op.name()) else host_sizes(x, d)
-    if sizes is None:
+    is_unknown = is_traced(x.dense) or needs_host(x.dense, call.op.name())
+    counts = set() if is_unknown else {count(n) for n in known_sizes(x, d)}
+    if not counts:
         raise DataDependentCall("the number of parts would depend on the true size")
-    counts = {count(n) for n in sizes}
     if len(counts) > 1:
         raise UnsupportedCall("the number of parts differs from row to row")
     return counts.pop()

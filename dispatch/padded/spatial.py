@@ -33,7 +33,7 @@ from subtensors.dispatch.ops.sample_dims import CORE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.copies import pad_dim
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, run, table
-from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression, value_at
+from subtensors.dispatch.padded.padded_size import dim_of, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.reductions import unpadded_index
@@ -209,7 +209,7 @@ def resampled(
     for d, size in enumerate(target, start=2):
         before = prefix_size(x, d) if x.is_padded(d) else true_expression(x.shape[d])
         after = true_expression(size)
-        if sizes.known_on_host and 0 in (value_at(n, sizes.assignment()) for n in (before, after)):
+        if 0 in (*sizes.each_on_host(before), *sizes.each_on_host(after)):
             raise UnsupportedCall("a size is 0")
         n_in, n_out = sizes.of(before), sizes.of(after)
         scale = _scale(n_in, n_out, torch.float32 if is_nearest else x.dense.dtype, bool(align_corners))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from subtensors.dispatch.ops.errors import SizeError, UnsupportedCall
 from subtensors.dispatch.padded.size_conditions import HostSize, SizeCondition, noting
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors
-from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_device, size_symbol
+from subtensors.dispatch.sizes.expressions import Size, as_expression, size_on_device, size_on_host, size_symbol
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes, without_overrides
 
 if TYPE_CHECKING:
@@ -188,6 +188,12 @@ class TrueSizes:
         if self.rows is not None:
             assigned[rows_symbol()] = self.rows
         return assigned
+
+    def on_host(self, size: Size, value: Callable[[Size, dict[sympy.Symbol, int]], int] = size_on_host) -> HostSize:
+        """Return what `value` makes of an expression, one for each row where rows may differ."""
+        if not self.is_ragged(size):
+            return value(size, self.assignment(row=0))
+        return tuple(value(size, self.assignment(row)) for row in range(self.rows or 0))
 
     def is_ragged(self, size: Size) -> bool:
         """Return whether this size may differ from row to row."""

@@ -269,6 +269,13 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     return int(value)
 
 
+def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """The value of an expression at some sizes; unlike a size it may be negative."""
+    import sympy
+
+    return int(size.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()}))
+
+
 def size_on_device(size: Size | int, symbols: Sequence[sympy.Symbol], sizes: Tensor) -> Tensor:
     """The value of an expression, computed on the device from its true sizes: the host never reads them.
 

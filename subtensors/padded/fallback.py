@@ -21,11 +21,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from subtensors.dispatch.graphs.host_reads import needs_host
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, map_sizes, value_at
+from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, map_sizes
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim, size_of, static
-from subtensors.dispatch.sizes.expressions import size_on_host
+from subtensors.dispatch.sizes.expressions import size_on_host, value_at
 from subtensors.dispatch.torch_internals import dispatcher
 from subtensors.kernels.padded.padding_ops import pad_to
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad

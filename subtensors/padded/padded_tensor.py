@@ -26,7 +26,7 @@ from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, Layout, Pad
 from subtensors.dispatch.padded.size_conditions import HostSize
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, is_padded, size_of
-from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_on_host, size_symbol
+from subtensors.dispatch.sizes.expressions import SizeTuples, as_tuples, from_tuples, size_symbol
 from subtensors.dispatch.torch_internals import dynamo_rules
 from subtensors.sizes.dims import Dim
 
@@ -172,7 +172,9 @@ class PaddedTensor(Tensor):
             >>> st.pad([torch.ones(2), torch.ones(3)], {0: st.Dim("n", max=8, buckets=4)}).logical_shape
             (2, (2, 3))
         """
-        return tuple(self._host_size(factors) for factors in self._dims)
+        sizes = self._sizes
+        each = [(size_of(factors), is_padded(factors)) for factors in self._dims]
+        return tuple(sizes.on_host(size) if sizes and padded else int(size) for size, padded in each)
 
     def unpad(self) -> Tensor | list[Tensor]:
         """The unpadded data.
@@ -200,14 +202,6 @@ class PaddedTensor(Tensor):
             tensor(6.)
         """
         return handlers.realize(self)
-
-    def _host_size(self, factors: Factors) -> HostSize:
-        size = size_of(factors)
-        if self._sizes is None or not is_padded(factors):
-            return size_on_host(size, {})
-        if not self._sizes.is_ragged(size):
-            return size_on_host(size, self._sizes.assignment(row=0))
-        return tuple(size_on_host(size, self._sizes.assignment(row)) for row in range(self._sizes.rows or 0))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         padded = [
