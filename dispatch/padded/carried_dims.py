@@ -20,11 +20,10 @@ from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.observed_size import PADDED_SIZES
-from subtensors.dispatch.padded.padded_size import is_same
-from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, ScatteredDim, result
-from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike
+from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, result
+from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike, raise_if_scattered
 from subtensors.dispatch.padded.true_sizes import TrueSizes
-from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, reshaped, size_of, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, reshaped, static_dims
 
 MAX_PLANS = 4096
 """The most calls whose plans are cached."""
@@ -119,7 +118,9 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None) -> CarryPlan:
             for label, each in dims_by_label(values, found).items()
         }
     except UnsupportedCall:
-        _regroup(values, found, sizes)
+        pairs = [*zip(values, found.operands, strict=True)]
+        for label in {label for own in found.operands for label in own} - found.combined:
+            raise_if_scattered([(x, own.index(label)) for x, own in pairs if label in own], sizes)
         raise
     padded = {label for label, factors in dims.items() if is_padded(factors)}
     if not padded.isdisjoint(found.combined):
@@ -153,17 +154,6 @@ def _regrouped(x: PaddedValue, found: DimMap) -> Sequence[Factors] | None:
         return reshaped(x.dims, tuple(map(int, found.shape)))
     except RuleError:
         return None
-
-
-def _regroup(values: Sequence[PaddedValue], found: DimMap, sizes: TrueSizes | None) -> None:
-    """Raise ScatteredDim for an operand that is not flattened in a dim in which another one of its size is."""
-    for label in {label for own in found.operands for label in own} - found.combined:
-        along = [(x, own.index(label)) for x, own in zip(values, found.operands, strict=True) if label in own]
-        chosen = max((x.dims[d] for x, d in along), key=len)
-        for x, d in along:
-            is_flat = x.is_padded(d) and len(x.dims[d]) < len(chosen)
-            if is_flat and is_same(size_of(x.dims[d]), size_of(chosen), sizes):
-                raise ScatteredDim(x, d, chosen) from None
 
 
 def _joined(candidates: Sequence[Factors]) -> Factors:

@@ -47,7 +47,7 @@ class GradientTracker:
 
 
 class _Context(FunctionCtx):
-    """The values that a backward of the functions below needs."""
+    """The values that the backward needs."""
 
     is_zero: IsZero | None
     zero: float
@@ -55,44 +55,27 @@ class _Context(FunctionCtx):
 
 
 class MaskGradient(torch.autograd.Function):
-    """The identity; its gradient is zero where a mask is False."""
-
-    @staticmethod
-    def forward(ctx: _Context, dense: Tensor, mask: Tensor, zero: float | Tensor, is_zero: IsZero | None) -> Tensor:
-        """An alias of `dense`."""
-        _keep(ctx, mask, zero, is_zero)
-        return dense.view_as(dense)
-
-    @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient where the mask is True, else zero."""
-        return _masked(ctx, gradients[0]), None, None, None
-
-
-class FillPadding(torch.autograd.Function):
-    """Other values where a mask is False; the gradient there is zero."""
+    """The same values, or another one where a mask is False; the gradient there is zero."""
 
     @staticmethod
     def forward(
-        ctx: _Context, dense: Tensor, mask: Tensor, value: float | Tensor, zero: float | Tensor, is_zero: IsZero | None
+        ctx: _Context,
+        dense: Tensor,
+        mask: Tensor,
+        value: float | Tensor | None,
+        zero: float | Tensor,
+        is_zero: IsZero | None,
     ) -> Tensor:
-        """The filled values."""
-        _keep(ctx, mask, zero, is_zero)
-        return torch.where(mask, dense, value)
+        """An alias of `dense` without a value, else the filled values."""
+        ctx.is_zero, ctx.zero = is_zero, 0 if isinstance(zero, Tensor) else zero
+        ctx.save_for_backward(*[t for t in (mask, zero) if isinstance(t, Tensor)])
+        return dense.view_as(dense) if value is None else torch.where(mask, dense, value)
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient where the mask is True, else zero."""
-        return _masked(ctx, gradients[0]), None, None, None, None
-
-
-def _keep(ctx: _Context, mask: Tensor, zero: float | Tensor, is_zero: IsZero | None) -> None:
-    ctx.is_zero, ctx.zero = is_zero, 0 if isinstance(zero, Tensor) else zero
-    ctx.save_for_backward(*[t for t in (mask, zero) if isinstance(t, Tensor)])
-
-
-def _masked(ctx: _Context, gradient: Tensor) -> Tensor:
-    if ctx.is_zero is not None and ctx.is_zero() and not torch.is_grad_enabled():
-        return gradient
-    mask, *zero = ctx.saved_tensors
-    return torch.where(mask, gradient, zero[0] if zero else ctx.zero)
+        gradient = gradients[0]
+        if ctx.is_zero is None or not ctx.is_zero() or torch.is_grad_enabled():
+            mask, *zero = ctx.saved_tensors
+            gradient = torch.where(mask, gradient, zero[0] if zero else ctx.zero)
+        return gradient, None, None, None, None

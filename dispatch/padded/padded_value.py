@@ -21,7 +21,7 @@ from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
-from subtensors.dispatch.padded.gradient_masking import FillPadding, GradientTracker, IsZero, MaskGradient
+from subtensors.dispatch.padded.gradient_masking import GradientTracker, IsZero, MaskGradient
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
@@ -185,7 +185,7 @@ class PaddedValue:
             return fill_padding(dense, mask, value)
         if not self.is_tracked:
             return torch.where(mask, dense, value)
-        return opaque(FillPadding.apply, dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-any-return]
+        return opaque(MaskGradient.apply, dense, mask, value, self._number(0, dense), is_zero)  # type: ignore[no-any-return]
 
     def _number(self, value: Number, like: Tensor) -> Number | Tensor:
         assert self.sizes is not None
@@ -263,7 +263,7 @@ def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZe
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)
     zero = sizes.fill(0.0, dense.dtype, dense.device)
-    return opaque(MaskGradient.apply, dense, mask, zero, is_zero)  # type: ignore[no-any-return]
+    return opaque(MaskGradient.apply, dense, mask, None, zero, is_zero)  # type: ignore[no-any-return]
 
 
 def opaque(function: Callable[..., PyTree], *args: PyTree) -> PyTree:

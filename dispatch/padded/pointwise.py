@@ -139,14 +139,23 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
     try:
         return _broadcast(tuple([x.dims for x in operands]), None if sizes is None else sizes.key), sizes
     except UnsupportedCall:
-        # One may be flattened and another one not, of the same true size.
         for back in range(1, max(x.dim() for x in operands) + 1):
-            along = [x for x in operands if x.dim() >= back and x.is_padded(-back) and x.shape[-back] > 1]
-            chosen = max((x.dims[-back] for x in along), key=len, default=())
-            for x in along:
-                if len(x.dims[-back]) < len(chosen) and is_same(size_of(x.dims[-back]), size_of(chosen), sizes):
-                    raise ScatteredDim(x, x.dim() - back, chosen) from None
+            raise_if_scattered([(x, x.dim() - back) for x in operands if x.dim() >= back], sizes)
         raise
+
+
+def raise_if_scattered(places: Sequence[tuple[PaddedValue, int]], sizes: TrueSizes | None) -> None:
+    """Raise ScatteredDim for an operand that is not flattened in a dim in which another one of its true size is.
+
+    Args:
+        places: the operands, each with the dim that they share.
+        sizes: the true sizes.
+    """
+    along = [(x, d) for x, d in places if x.is_padded(d) and x.shape[d] > 1]
+    chosen = max((x.dims[d] for x, d in along), key=len, default=())
+    for x, d in along:
+        if len(x.dims[d]) < len(chosen) and is_same(size_of(x.dims[d]), size_of(chosen), sizes):
+            raise ScatteredDim(x, d, chosen) from None
 
 
 @functools.lru_cache(4096)
