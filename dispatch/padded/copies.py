@@ -18,7 +18,6 @@ from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,
-    bucket_of,
     merged,
     padded_dim,
     static,
@@ -53,7 +52,7 @@ def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedVal
     except_d = [PaddedValue(x.dense, tuple(with_dim(x.dims, d, (static(1),))), x.sizes) for x in parts]
     dims, sizes = broadcast(except_d)
     targets = [with_dim(dims, d, x.dims[d]) for x in parts]
-    dense = [gradient_safe(x, t, [*map(bucket_of, t)], sizes) for x, t in zip(parts, targets, strict=True)]
+    dense = [gradient_safe(x, t, sizes) for x, t in zip(parts, targets, strict=True)]
     joined = torch.cat(dense, d)
     total = padded_dim(joined.shape[d], added(*(_countable_size(x, d) for x in parts)))
     unpacked = result(joined, with_dim(dims, d, total), sizes)

@@ -21,7 +21,7 @@ from subtensors.dispatch.ops.tree import Kwargs
 from subtensors.dispatch.padded.data_dependent import index_by_mask
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, gradient_safe
+from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim, expanded
 from subtensors.dispatch.padded.positions import (
     check_bounds,
     counted_from_start,
@@ -77,12 +77,8 @@ def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: 
     if _has_one_size(x, d) or not is_prefix(x.dims[d]):
         # Unlike gather, take_along_dim counts negative positions from the end.
         indices = indices.like(torch.where(indices.dense < 0, indices.dense + _last(x, d), indices.dense))
-    widened = []
-    for t in (x, indices):
-        own = with_dim(dims, d, t.dims[d])
-        shape = list(map(bucket_of, own))
-        widened.append(result(gradient_safe(t, own, shape, sizes).expand(shape), own, sizes))
-    return apply(aten.gather.default, widened[0], d, widened[1])
+    x, indices = (expanded(t, with_dim(dims, d, t.dims[d]), sizes) for t in (x, indices))
+    return apply(aten.gather.default, x, d, indices)
 
 
 @table.register(aten.take, across=True)

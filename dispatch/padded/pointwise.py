@@ -67,9 +67,8 @@ def pointwise(call: PaddedCall) -> PyTree:
     """Run the op on the storages, which broadcast as the unpadded tensors do."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    out_shape = tuple(map(bucket_of, dims))
     lazy = next((x.dense for x in operands if type(x.dense) in LAZY_TYPES), None)
-    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, out_shape, sizes, lazy), call.arguments)
+    named = tree_map_only(PaddedValue, lambda x: gradient_safe(x, dims, sizes, lazy), call.arguments)
     divisor = call.arguments.get("other")
     if isinstance(divisor, PaddedValue) and may_divide_by_zero(call.op, divisor.dense):
         sizes_known = [known_sizes(x, d) for x in operands for d in x.padded_dims]
@@ -122,10 +121,8 @@ def copied(call: PaddedCall, x: PaddedValue, src: PaddedValue) -> PaddedValue:
     dims, sizes = broadcast([x, src])
     if len(dims) != x.dim():
         raise UnsupportedCall("the source has more dims than the destination")
-    shape = tuple(map(bucket_of, dims))
-    source = gradient_safe(src, dims, shape, sizes)
     # Torch has no gradient of `copy` itself.
-    return result(source.expand(shape).to(x.dense, copy=True), dims, sizes)
+    return result(expanded(src, dims, sizes).dense.to(x.dense, copy=True), dims, sizes)
 
 
 def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], TrueSizes | None]:
@@ -204,12 +201,13 @@ def same_factors(a: Factors, b: Factors, sizes: SizeKey | TrueSizes | None) -> b
     return all(is_same(f.size, g.size, sizes) for f, g in zip(a, b, strict=True))
 
 
+def expanded(x: PaddedValue, dims: Sequence[Factors], sizes: TrueSizes | None) -> PaddedValue:
+    """Return an operand expanded to the dims that several broadcast to; its gradient takes nothing from padding."""
+    return result(gradient_safe(x, dims, sizes).expand([*map(bucket_of, dims)]), dims, sizes)
+
+
 def gradient_safe(
-    x: PaddedValue,
-    dims: Sequence[Factors],
-    shape: Sequence[int],
-    sizes: TrueSizes | None,
-    lazy: Tensor | None = None,
+    x: PaddedValue, dims: Sequence[Factors], sizes: TrueSizes | None, lazy: Tensor | None = None
 ) -> Tensor:
     """Return the storage of an operand of a broadcast op, such that its gradient takes nothing from padding.
 
@@ -228,14 +226,12 @@ def gradient_safe(
     mask = PaddedValue(x.dense, tuple(dims), sizes).mask(lacking)
     if mask is None:
         return x.dense
-    target = [1] * (len(dims) - x.dim()) + list(x.shape)
-    for d in lacking:
-        target[d] = shape[d]
-    mask_dims = [d for d in range(len(dims)) if mask.dim() == len(dims) and mask.shape[d] != 1]
-    for d in mask_dims:
-        target[d] = shape[d]
     if lazy is not None:
         return mask_gradient(x.dense, mask, lazy)
+    target = [1] * (len(dims) - x.dim()) + list(x.shape)
+    for d, factors in enumerate(dims):
+        if d in lacking or (mask.dim() == len(dims) and mask.shape[d] != 1):
+            target[d] = bucket_of(factors)
     return masked_gradient(x.dense.expand(target), mask, sizes)
 
 

@@ -14,7 +14,7 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.pointwise import broadcast, expanded
 from subtensors.dispatch.padded.positions import regrouped
 from subtensors.dispatch.sizes.dim_factors import (
     bucket_of,
@@ -85,8 +85,7 @@ def expand_as(call: PaddedCall) -> PyTree:
     """Broadcast operands as a pointwise op would; a view of each, so padding is kept out of gradients, not filled."""
     operands = call.values
     dims, sizes = broadcast(operands)
-    shape = tuple(map(bucket_of, dims))
-    outs = [result(gradient_safe(x, dims, shape, sizes).expand(shape), dims, sizes) for x in operands]
+    outs = [expanded(x, dims, sizes) for x in operands]
     return outs[0] if call.op is aten.expand_as.default else outs
 
 

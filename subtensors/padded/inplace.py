@@ -12,7 +12,7 @@ from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import fill_padding, is_lazy, traced_storage
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.padded_value import Fill, Number, PaddedValue, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
+from subtensors.dispatch.padded.pointwise import broadcast, expanded
 from subtensors.dispatch.padded.true_sizes import merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded
 from subtensors.padded.autograd import track_storage, unwrap_with_grad, wrap_with_grad
@@ -127,10 +127,9 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: Pad
     dims, sizes = broadcast([at, new])
     if len(dims) != at.dim():
         raise UnsupportedCall(f"a value of {new.dim()} dims is written at an index that gives {at.dim()}")
-    shape = list(map(bucket_of, dims))
     end = base.dense.numel()
-    targets = PaddedValue(at.dense.expand(shape), dims, sizes).filled(end).reshape(-1)
-    values = gradient_safe(new, dims, shape, sizes).expand(shape).reshape(-1).to(base.dense.dtype)
+    targets = expanded(at, dims, sizes).filled(end).reshape(-1)
+    values = expanded(new, dims, sizes).dense.reshape(-1).to(base.dense.dtype)
     flat = torch.constant_pad_nd(base.dense.reshape(-1), (0, 1)).scatter(0, targets, values)
     write_back(x, replace(base, dense=flat[:end].view(base.shape), fill=None, tracker=None))
 
