@@ -11,7 +11,7 @@ from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, table
-from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with
+from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with, true_expression
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.positions import gather_along
@@ -20,6 +20,7 @@ from subtensors.dispatch.sizes.dim_factors import (
     Factors,
     merged,
     padded_dim,
+    size_of,
     static,
     static_dims,
     with_dim,
@@ -93,25 +94,17 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     new = len(times) - x.dim()
     value = PaddedValue(x.dense[(None,) * new], (*static_dims([1] * new), *x.dims), x.sizes, x.fill)
     for d, count in enumerate(times):
-        is_sized = isinstance(count, PaddedSize)
-        if not is_sized and count == 1:
+        if not isinstance(count, PaddedSize) and count == 1:
             continue
-        if not value.is_padded(d):
-            out = value.dense.repeat([int(count) if e == d else 1 for e in range(value.dim())])
-            sizes, fill = sizes_with(value.sizes, count), value.fill
-            factors: Factors = (static(out.shape[d]),)
-            if isinstance(count, PaddedSize):
-                size, fill = multiplied(value.shape[d], count.size), value.fill_if_shifted
-                if most(count.size, sizes) > count:
-                    raise UnsupportedCall(f"no bucket is known to hold {size}")
-                factors = padded_dim(out.shape[d], size)
-            value = result(out, with_dim(value.dims, d, factors), sizes, fill)
-            continue
-        if is_sized:
-            raise UnsupportedCall("it repeats a padded dim by a padded size")
-        size, bucket = _countable_size(value, d), value.shape[d] * count
-        index = torch.arange(bucket, device=x.dense.device) % torch.as_tensor(_true_end(value, d)).clamp(min=1)
-        value = gather_along(value, d, index, padded_dim(bucket, multiplied(size, count)))
+        sizes, size, own = sizes_with(value.sizes, count), true_expression(count), value.dims[d]
+        if size_of(own).has(rows_symbol()):
+            raise UnsupportedCall("it adds rows to a ragged batch")
+        if most(size, sizes) > count:
+            raise UnsupportedCall(f"no bucket is known to hold {multiplied(size, size_of(own))}")
+        out = value.dense.repeat([int(count) if e == d else 1 for e in range(value.dim())])
+        # The padding of a padded number of copies holds values.
+        fill = value.fill if size.is_Integer else None
+        value = result(out, with_dim(value.dims, d, merged([*padded_dim(int(count), size), *own])), sizes, fill)
     return value
 
 

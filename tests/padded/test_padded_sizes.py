@@ -266,3 +266,12 @@ def test_a_bool_takes_no_wider_sum_in_place() -> None:
     x = st.pad(torch.ones(2, 5, dtype=torch.bool), {1: SEQ})
     with pytest.raises(RuntimeError, match="can't be cast"):
         x += 1
+
+
+@pytest.mark.parametrize("value", [NAN, 0.0])
+def test_copies_as_many_as_a_padded_size_are_padded_beyond_the_true_number(value: float) -> None:
+    plain, count = torch.arange(6.0).view(2, 3) + 1, torch.ones(4, 5)
+    x, n = padded(plain, value=value), st.pad(count, {1: st.Dim("m", max=8, buckets=[8])}).shape[1]
+    assert torch.equal(outcome(lambda x: x.repeat(n, 1).sum(0), x), plain.repeat(5, 1).sum(0))
+    assert torch.equal(outcome(lambda x: x.repeat(1, n).cumsum(1), x), plain.repeat(1, 5).cumsum(1))
+    assert isinstance(x.repeat(1, n), st.PaddedTensor)
