@@ -224,6 +224,15 @@ def true_sizes(
     return TrueSizes(tuple(dim.symbol for dim in dims), tuple(buckets), values.to(device), tuple(host))
 
 
+def _ragged(
+    dim: Dim, lengths: tuple[int, ...], rest: Sequence[int], device: torch.device
+) -> tuple[TrueSizes, tuple[Factors, ...]]:
+    """Return the true sizes of a batch whose rows have these lengths, (rows, bucket, *rest), and its dims."""
+    bucket = max(map(dim.bucket, lengths))
+    sizes = true_sizes([dim], [bucket], [lengths], device)
+    return sizes, (padded_dim(len(lengths), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
+
+
 def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     if isinstance(dims, Dim):
         raise TypeError(
@@ -287,14 +296,10 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     if jagged._ragged_idx != 1 or jagged.lengths() is not None or not values.is_contiguous():
         return pad(list(nested.unbind()), {0: dim}, value)
     host = tuple(end - start for start, end in itertools.pairwise(jagged.offsets().tolist()))
-    for length in host:
-        dim.bucket(length)
-    bucket = dim.bucket(max(host))
-    sizes = true_sizes([dim], [bucket], [host], values.device)
-    factors = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
+    sizes, dims = _ragged(dim, host, rest, values.device)
     valid = ValidLength(1, sizes.of(dim.symbol))
-    dense = pad_values(values.reshape(-1), (len(host), bucket, *rest), [valid], value)
-    return wrap_padded(PaddedValue(dense, factors, sizes, None if value != value else value))
+    dense = pad_values(values.reshape(-1), [*map(bucket_of, dims)], [valid], value)
+    return wrap_padded(PaddedValue(dense, dims, sizes, None if value != value else value))
 
 
 def to_nested(x: PaddedTensor) -> Tensor:
@@ -363,14 +368,10 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     if not torch.equal(valid, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
         raise SizeError("a row of the mask has a gap or starts with padding: only right padding has a true size")
     host = tuple(lengths.tolist())
-    for length in host:
-        dim.bucket(length)
-    bucket = dim.bucket(max(host))
-    sizes = true_sizes([dim], [bucket], [host], t.device)
-    factors = (padded_dim(t.shape[0], rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
-    shape = (t.shape[0], bucket, *t.shape[2:])
-    dense = pad_to(t[:, :bucket], shape, 0 if value is None else value)
-    batch = PaddedValue(dense, factors, sizes)
+    sizes, dims = _ragged(dim, host, t.shape[2:], t.device)
+    shape = [*map(bucket_of, dims)]
+    dense = pad_to(t[:, : shape[1]], shape, 0 if value is None else value)
+    batch = PaddedValue(dense, dims, sizes)
     return wrap_padded(batch if value is None else batch.cleaned(value))
 
 

@@ -8,6 +8,7 @@ a tensor on the device. A function of a PaddedTensor that is not listed runs at 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -67,23 +68,6 @@ OF_BUCKETS: frozenset[Callable[..., PyTree]] = frozenset(
 )
 """Functions that compare sizes with those of the buckets, and do not compute with them."""
 
-WHOLE_MEANS: dict[Callable[..., PyTree], int] = {
-    functional.avg_pool1d: 1,
-    functional.avg_pool2d: 2,
-    functional.avg_pool3d: 3,
-}
-"""Functions that pool the last dims, and how many: over all of these, the result is their mean."""
-
-WHOLE_MAXIMA: dict[Callable[..., PyTree], int] = {
-    functional.max_pool1d: 1,
-    functional.max_pool2d: 2,
-    functional.max_pool3d: 3,
-    torch.max_pool1d: 1,
-    torch.max_pool2d: 2,
-    torch.max_pool3d: 3,
-}
-"""The same, of maxima."""
-
 VALUES = frozenset(
     """add sub subtract mul multiply div divide true_divide floor_divide pow remainder fmod rsub eq ne lt le gt ge
     maximum minimum where masked_fill clamp clamp_min clamp_max clip less greater less_equal greater_equal not_equal
@@ -119,9 +103,9 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
             if isinstance(fill.get("value"), PaddedSize) or isinstance(fill.get("fill_value"), PaddedSize):
                 raise RuleError(f"{name} takes a padded size as a size, and not as the value to fill with")
             return _run(OPS[func], *args, **kwargs)
-    is_pool = (func in WHOLE_MEANS or func in WHOLE_MAXIMA) and len(args) == 2
-    if is_pool and {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1}):
-        pooled = _pooled_over_all(func, *args)
+    pool = re.fullmatch(r"(avg|max)_pool([123])d", name)
+    if pool and len(args) == 2 and {name: x for name, x in kwargs.items() if x} in ({}, {"dilation": 1}):
+        pooled = _pooled_over_all(*args, is_mean=pool[1] == "avg", count=int(pool[2]))
         if pooled is not None:
             return pooled
     if func in OF_BUCKETS:
@@ -131,13 +115,12 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
     raise RuleError(f"PaddedTensor has no rule for {name} with a padded size among its arguments")
 
 
-def _pooled_over_all(func: Callable[..., PyTree], x: Tensor, kernel: int | Sequence[int]) -> Tensor | None:
+def _pooled_over_all(x: Tensor, kernel: int | Sequence[int], is_mean: bool, count: int) -> Tensor | None:
     """Pool the last dims over a window of their own sizes; None for another window."""
-    count = WHOLE_MEANS.get(func) or WHOLE_MAXIMA[func]
     window = [kernel] * count if isinstance(kernel, int) else [*kernel]
     if list(map(true_expression, window)) != list(map(true_expression, x.shape[-count:])):
         return None
-    if func in WHOLE_MEANS:
+    if is_mean:
         return x.mean([*range(-count, 0)], keepdim=True)
     # The gradient goes to one of several equal maxima, as in a pool.
     return x.flatten(-count).max(-1).values[(..., *[None] * count)]
