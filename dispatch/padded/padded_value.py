@@ -191,9 +191,9 @@ class PaddedValue:
         assert self.sizes is not None
         return self.sizes.fill(_as_dtype(value, like.dtype), like.dtype, like.device)
 
-    def with_finite_padding(self, value: Number = 0) -> Tensor:
-        """Return the storage, with `value` in the padding unless it is known to be finite."""
-        return self.dense if self.padding_is_finite else self.filled(value)
+    def with_finite_padding(self) -> Tensor:
+        """Return the storage, with 0 in the padding unless it is known to be finite."""
+        return self.dense if self.padding_is_finite else self.filled(0)
 
     def cleaned(self, value: Number = 0) -> PaddedValue:
         """Return this padded value with `value` throughout its padding."""

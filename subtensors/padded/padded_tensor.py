@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import is_lazy, traced_storage
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES
@@ -43,8 +44,6 @@ class _Handlers:
     torch_function: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
     torch_dispatch: Callable[[Callable[..., PyTree], Args, Kwargs], PyTree]
     dense: Callable[[PaddedTensor], Tensor]
-    mask: Callable[[PaddedTensor], Tensor]
-    count: Callable[[PaddedTensor, int], Tensor]
     pad: Callable[[Tensor, Mapping[int, Dim | int]], PaddedTensor]
     unpad: Callable[[PaddedTensor], Tensor | list[Tensor]]
     realize: Callable[[PaddedTensor], PaddedTensor]
@@ -140,7 +139,9 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        return handlers.mask(self)
+        mask = unwrap(self).mask()
+        everywhere = torch.ones((), dtype=torch.bool, device=self._dense.device) if mask is None else mask
+        return everywhere.expand(self._dense.shape).clone()
 
     def count(self, dim: int) -> Tensor:
         """The true size of a dim, on the device: what to divide by, never `shape[dim]`.
@@ -161,7 +162,13 @@ class PaddedTensor(Tensor):
             >>> x.sum() / x.count(0)
             tensor(1.)
         """
-        return handlers.count(self, dim)
+        d, rank = whole_number("dim", dim), self._dense.dim()
+        if not -rank <= d < rank:
+            raise IndexError(f"dim {d} of a PaddedTensor of {rank} dims")
+        size = size_of(self._dims[d])
+        if self._sizes is None or not is_padded(self._dims[d]):
+            return torch.full((), int(size), dtype=torch.int64, device=self._dense.device)
+        return self._sizes.of(size).clone()
 
     @property
     def logical_shape(self) -> tuple[HostSize, ...]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.observed_size import ObservedSize, watchers
 from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of
@@ -27,7 +26,7 @@ from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import Size, multiplied
 from subtensors.dispatch.torch_internals import ops
-from subtensors.padded.padded_tensor import PaddedTensor, handlers, unwrap
+from subtensors.padded.padded_tensor import PaddedTensor
 from subtensors.padded.sized_calls import OF_BUCKETS, VALUES
 
 
@@ -223,24 +222,3 @@ def _padded_sizes(dims: tuple[Factors, ...]) -> list[tuple[int, Size, str]]:
     """The padded dims with their true sizes, also as text; the rows of a ragged batch are all valid."""
     sizes = [(d, size_of(factors)) for d, factors in enumerate(dims) if is_padded(factors)]
     return [(d, size, text_of(size)) for d, size in sizes if size != rows_symbol()]
-
-
-def mask_of(x: PaddedTensor) -> Tensor:
-    """Return `PaddedTensor.mask()`."""
-    mask = unwrap(x).mask()
-    everywhere = torch.ones((), dtype=torch.bool, device=x._dense.device) if mask is None else mask
-    return everywhere.expand(x._dense.shape).clone()
-
-
-def count_of(x: PaddedTensor, dim: int) -> Tensor:
-    """Return `PaddedTensor.count(dim)`."""
-    dim = whole_number("dim", dim)
-    if not -x._dense.dim() <= dim < x._dense.dim():
-        raise IndexError(f"dim {dim} of a PaddedTensor of {x._dense.dim()} dims")
-    value, d = unwrap(x), dim % x._dense.dim()
-    if value.sizes is None or not value.is_padded(d):
-        return torch.full((), value.shape[d], dtype=torch.int64, device=x._dense.device)
-    return value.sizes.of(size_of(value.dims[d])).clone()
-
-
-handlers.mask, handlers.count = mask_of, count_of
