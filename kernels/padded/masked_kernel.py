@@ -98,6 +98,21 @@ def columns_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0
 
 
 @triton.jit
+def rows_of(tile, R0, BM: tl.constexpr):
+    """Return the outer index of a tile's rows, and their inner ones, (BM, 1)."""
+    row_tiles = tl.cdiv(R0, BM)
+    return tile // row_tiles, (tile % row_tiles * BM + tl.arange(0, BM))[:, None]
+
+
+@triton.jit
+def elements_inside(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, c0, R0, C0, in_rows):
+    """Return the masks of a tile's elements to load, some neighbours included, and of the valid ones, (BM, BN)."""
+    loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
+    valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+    return loaded, valid
+
+
+@triton.jit
 def column_bounds(slots, STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, r1, r0, c1, in_rows, R0, C0):
     """Return the column before which all elements of a tile's rows are valid, and the one from which none is."""
     full_end = tl.min(in_rows.to(tl.int64)) * C0

@@ -157,7 +157,7 @@ def masked_norm_backward(
         _kernels().norm_backward_kernel[(programs,)](
             gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
             scale.contiguous(), gx, *parts, layout.slot_arguments(lengths), tiles, layout.rows[1], layout.columns[1],
-            layout.statics, layout.row_slots, is_rms, True, True, block_rows, block_columns, num_warps=num_warps,
+            layout.statics, layout.row_slots, is_rms, block_rows, block_columns, num_warps=num_warps,
         )  # fmt: skip
     return gx, parts[0].sum(0), parts[1].sum(0)
 

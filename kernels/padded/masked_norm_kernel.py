@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from subtensors.kernels.padded.masked_kernel import columns_inside, rows_inside
+from subtensors.kernels.padded.masked_kernel import elements_inside, rows_inside, rows_of
 from subtensors.kernels.runtime.tile_math_kernel import div, sqrt
 from subtensors.kernels.runtime.triton_compat import tl, triton
 
@@ -27,13 +27,10 @@ def norm_kernel(
 ):  # fmt: skip
     """Write y[row, :], and each row's mean and reciprocal standard deviation (for rms norm, root mean square)."""
     dtype: tl.constexpr = means.dtype.element_ty
-    row_tiles = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // row_tiles
-    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(tl.program_id(0), R0, BM)
     c0 = tl.arange(0, BN)[None, :]
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-    loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
-    valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+    loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, in_rows)
     row = r1.to(tl.int64) * R0 + r0
     at = row * C0 + c0
     value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), 0.0)
@@ -59,8 +56,7 @@ def norm_kernel(
 @triton.jit
 def norm_backward_kernel(
     g, x, weight, means, scales, gx, weight_parts, bias_parts, slots, tiles, R0, C0,
-    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, RMS: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    STATICS: tl.constexpr, ROW_SLOTS: tl.constexpr, RMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write gx, and in each program's row of the parts its rows' sums for the gradients of weight and bias.
 
@@ -68,18 +64,14 @@ def norm_backward_kernel(
     layer norm only; weight gets the sum over rows of g * h, bias that of g.
     """
     dtype: tl.constexpr = scales.dtype.element_ty
-    row_tiles = tl.cdiv(R0, BM)
     c0 = tl.arange(0, BN)[None, :]
     weight_part = tl.zeros([BM, BN], dtype)
     bias_part = tl.zeros([BM, BN], dtype)
-    if WEIGHTED:
-        w = tl.load(weight + c0, mask=c0 < C0, other=0).to(dtype)
+    w = tl.load(weight + c0, mask=c0 < C0, other=0).to(dtype)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        r1 = tile // row_tiles
-        r0 = (tile % row_tiles * BM + tl.arange(0, BM))[:, None]
+        r1, r0 = rows_of(tile, R0, BM)
         in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, True)
-        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, False)
+        loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, c0, R0, C0, in_rows)
         row = r1.to(tl.int64) * R0 + r0
         at = row * C0 + c0
         upstream = tl.where(valid, tl.load(g + at, mask=loaded, other=0).to(dtype), 0.0)
@@ -89,18 +81,13 @@ def norm_backward_kernel(
         if not RMS:
             value = value - tl.load(means + row, mask=r0 < R0, other=0)
         unit = tl.where(valid, value * scale, 0.0)
-        if WEIGHTED:
-            weight_part += upstream * unit
-        if BIASED:
-            bias_part += upstream
-        if WEIGHTED:
-            upstream *= w
+        weight_part += upstream * unit
+        bias_part += upstream
+        upstream *= w
         result = upstream - unit * div(tl.sum(upstream * unit, 1, keep_dims=True), count)
         if not RMS:
             result -= div(tl.sum(upstream, 1, keep_dims=True), count)
         tl.store(gx + at, tl.where(valid, result * scale, 0.0).to(gx.dtype.element_ty), mask=(r0 < R0) & (c0 < C0))
     part = tl.program_id(0).to(tl.int64) * C0 + c0
-    if WEIGHTED:
-        tl.store(weight_parts + part, tl.sum(weight_part, 0, keep_dims=True), mask=c0 < C0)
-    if BIASED:
-        tl.store(bias_parts + part, tl.sum(bias_part, 0, keep_dims=True), mask=c0 < C0)
+    tl.store(weight_parts + part, tl.sum(weight_part, 0, keep_dims=True), mask=c0 < C0)
+    tl.store(bias_parts + part, tl.sum(bias_part, 0, keep_dims=True), mask=c0 < C0)

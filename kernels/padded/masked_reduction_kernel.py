@@ -17,7 +17,7 @@ rows are few is cut into parts, one program each, whose states a second kernel m
 
 from __future__ import annotations
 
-from subtensors.kernels.padded.masked_kernel import column_bounds, columns_inside, exp, rows_inside
+from subtensors.kernels.padded.masked_kernel import column_bounds, elements_inside, exp, rows_inside, rows_of
 from subtensors.kernels.runtime.tile_math_kernel import div, sqrt
 from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
@@ -206,9 +206,8 @@ def reduction_kernel(
 ):  # fmt: skip
     """Reduce x over its columns; with `SPLIT`, write the state of one part of each row: (parts, rows) of a, b and n."""
     dtype: tl.constexpr = aux.dtype.element_ty
-    row_tiles, column_tiles = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
-    r1 = tl.program_id(0) // row_tiles
-    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(tl.program_id(0), R0, BM)
+    column_tiles = tl.cdiv(C0, BN)
     part = tl.program_id(1)
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
@@ -237,8 +236,7 @@ def reduction_kernel(
                 if KIND != "var":
                     in_full_tiles += BN
             else:
-                loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-                valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+                loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
                 value = tl.load(x + at, mask=loaded, other=0).to(dtype)
                 value = -value if NEGATE else value
                 a, b, n = _absorb(KIND, P, a, b, n, value, valid, False, TIES, fast, LANES)
@@ -274,9 +272,7 @@ def merge_kernel(
     CORRECTION: tl.constexpr, FILL: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of the parts of some rows."""
-    row_tiles = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // row_tiles
-    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(tl.program_id(0), R0, BM)
     part = tl.arange(0, PARTS)[None, :]
     row = r1.to(tl.int64) * R0 + r0
     at = row + part.to(tl.int64) * R1 * R0
@@ -325,15 +321,13 @@ def reduction_backward_kernel(
 ):  # fmt: skip
     """Write gx[row, column] from x there and from out, aux and g of the row; zero in padding. One tile a program."""
     dtype: tl.constexpr = g.dtype.element_ty
-    row_tiles, column_tiles = tl.cdiv(R0, BM), tl.cdiv(C0, BN)
+    column_tiles = tl.cdiv(C0, BN)
     tiles = C1 * column_tiles
     index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    r1 = index // row_tiles
-    r0 = (index % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(index, R0, BM)
     c1, c0 = tile // column_tiles, tile % column_tiles * BN + tl.arange(0, BN)[None, :]
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
-    loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-    valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+    loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
     at = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0 + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
     row = r1.to(tl.int64) * R0 + r0
     upstream = tl.load(g + row, mask=in_rows, other=0)

@@ -6,7 +6,7 @@ float64 for float64.
 
 from __future__ import annotations
 
-from subtensors.kernels.padded.masked_kernel import columns_inside, exp, rows_inside
+from subtensors.kernels.padded.masked_kernel import elements_inside, exp, rows_inside, rows_of
 from subtensors.kernels.runtime.tile_math_kernel import div
 from subtensors.kernels.runtime.triton_compat import tl, triton
 
@@ -35,15 +35,12 @@ def softmax_kernel(
     """Write y[row, :], the softmax of x[row, :] over its valid elements, `fill` elsewhere."""
     dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = x.dtype.element_ty == tl.float16 or x.dtype.element_ty == tl.bfloat16
-    row_tiles = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // row_tiles
-    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(tl.program_id(0), R0, BM)
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
     if ONE_PASS:
-        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
-        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
+        loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, in_rows)
         at = base + lane.to(tl.int64) * sc0
         value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), float("-inf"))
         m = tl.max(value, 1, keep_dims=True)
@@ -61,8 +58,7 @@ def softmax_kernel(
         totals = tl.zeros([BM, BN], dtype)
         for tile in range(C1 * column_tiles):
             c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
-            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+            loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
             value = tl.where(valid, tl.load(x + at, mask=loaded, other=0).to(dtype), float("-inf"))
             higher = tl.maximum(maxima, value)
@@ -73,8 +69,7 @@ def softmax_kernel(
         total = tl.sum(totals * exp(maxima - _safe(m), fast), 1, keep_dims=True)
         for tile in range(C1 * column_tiles):
             c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
-            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+            loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
             shifted = tl.load(x + at, mask=loaded, other=0).to(dtype) - m
             if LOG:
@@ -112,15 +107,12 @@ def softmax_backward_kernel(
     """Write gx[row, :], the input gradient of the softmax with result y[row, :], zero in padding."""
     dtype: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     fast: tl.constexpr = y.dtype.element_ty == tl.float16 or y.dtype.element_ty == tl.bfloat16
-    row_tiles = tl.cdiv(R0, BM)
-    r1 = tl.program_id(0) // row_tiles
-    r0 = (tl.program_id(0) % row_tiles * BM + tl.arange(0, BM))[:, None]
+    r1, r0 = rows_of(tl.program_id(0), R0, BM)
     in_rows = rows_inside(slots, STATICS, ROW_SLOTS, r1, r0, R0)
     base = r1.to(tl.int64) * sr1 + r0.to(tl.int64) * sr0
     lane = tl.arange(0, BN)[None, :]
     if ONE_PASS:
-        loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, True)
-        valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, False)
+        loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, 0, lane, R0, C0, in_rows)
         at = base + lane.to(tl.int64) * sc0
         upstream, probability, part = _products(g, y, at, loaded, valid, dtype, fast, LOG)
         result = _gradient(upstream, probability, tl.sum(part, 1, keep_dims=True), LOG)
@@ -130,16 +122,14 @@ def softmax_backward_kernel(
         parts = tl.zeros([BM, BN], dtype)
         for tile in range(C1 * column_tiles):
             c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
-            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+            loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
             _, _, part = _products(g, y, at, loaded, valid, dtype, fast, LOG)
             parts += part
         total = tl.sum(parts, 1, keep_dims=True)
         for tile in range(C1 * column_tiles):
             c1, c0 = tile // column_tiles, tile % column_tiles * BN + lane
-            loaded = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, True)
-            valid = in_rows & columns_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, False)
+            loaded, valid = elements_inside(slots, STATICS, ROW_SLOTS, r1, r0, c1, c0, R0, C0, in_rows)
             at = base + c1.to(tl.int64) * sc1 + c0.to(tl.int64) * sc0
             upstream, probability, _ = _products(g, y, at, loaded, valid, dtype, fast, LOG)
             result = _gradient(upstream, probability, total, LOG)
