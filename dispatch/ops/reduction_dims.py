@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,24 +10,9 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.dims import DimMap, Operand, carried, dim_rule, labels_of, listed, normalized
+from subtensors.kernels.runtime.custom_ops import max_value, min_value
 
 aten = torch.ops.aten
-
-Number = int | float | bool
-
-
-def min_value(dtype: torch.dtype) -> Number:
-    """Return the lower bound of the values of a dtype."""
-    if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def max_value(dtype: torch.dtype) -> Number:
-    """Return the upper bound of the values of a dtype."""
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 class Monoid(NamedTuple):
@@ -40,7 +24,7 @@ class Monoid(NamedTuple):
         has_identity: whether torch reduces no elements to the neutral element; an error otherwise.
     """
 
-    neutral: Callable[[torch.dtype], Number]
+    neutral: Callable[[torch.dtype], float]
     combine: Callable[[Tensor, int], Tensor]
     has_identity: bool = True
 

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
-from subtensors.dispatch.ops.reduction_dims import min_value
 from subtensors.dispatch.ops.sample_dims import CORE
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.copies import pad_dim
@@ -39,7 +38,7 @@ from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.reductions import unpadded_index
 from subtensors.dispatch.sizes.dim_factors import Factor, Factors, merged, padded_dim, static_dims, with_dim
 from subtensors.dispatch.sizes.expressions import Size, convolved, deconvolved, floor_divided, multiplied
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype, min_value
 
 aten = torch.ops.aten
 

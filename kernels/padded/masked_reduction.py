@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, power_of_two
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype, max_value, min_value
 from subtensors.kernels.runtime.launcher import launching_on, multiprocessors
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
@@ -104,7 +104,8 @@ def masked_reduction_reference(
         aux = _product(nonzero, dims)
         out, aux = torch.where(zeros_count > 0, aux * 0, aux), torch.where(zeros_count > 1, aux * 0, aux)
     elif kind in ("amax", "amin"):
-        out = getattr(value.masked_fill(~valid, _bound(dtype, kind)), kind)(dims, keepdim=True)
+        bound = min_value(dtype) if kind == "amax" else max_value(dtype)
+        out = getattr(value.masked_fill(~valid, bound), kind)(dims, keepdim=True)
         aux = (valid & (value == out)).sum(dims, keepdim=True)
     elif kind == "logsumexp":
         # logsumexp of only -inf has a NaN gradient, so empty rows get zeros first.
@@ -128,15 +129,6 @@ def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         value = value.prod(dim, keepdim=True)
     return value
-
-
-def _bound(dtype: torch.dtype, kind: str) -> float:
-    """Return the identity of a maximum or minimum."""
-    if dtype.is_floating_point:
-        return float("-inf") if kind == "amax" else float("inf")
-    if dtype == torch.bool:
-        return kind == "amin"
-    return torch.iinfo(dtype).min if kind == "amax" else torch.iinfo(dtype).max
 
 
 def _is_of_rows(length: ValidLength, dims: Sequence[int], ndim: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,20 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
         (torch.float32, torch.float64)
     """
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def min_value(dtype: torch.dtype) -> float:
+    """Return the lower bound of the values of a dtype."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def max_value(dtype: torch.dtype) -> float:
+    """Return the upper bound of the values of a dtype."""
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def define(
