@@ -227,7 +227,10 @@ def least(size: Size, sizes: TrueSizes | None) -> int:
 
 def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
     """Return whether two sizes are equal at all true sizes of the buckets."""
-    return a == b or (sizes is not None and _signs(a, b, sizes if isinstance(sizes, SizeKey) else sizes.key) == {0})
+    if a == b:
+        return True
+    known = sizes if sizes is None or isinstance(sizes, SizeKey) else sizes.key
+    return known is not None and _signs(a, b, known) == frozenset([0])
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:

@@ -365,6 +365,14 @@ def prefix_size(value: PaddedValue, dim: int) -> Size:
     return value.dims[dim][0].size
 
 
+def size_in_rows(value: PaddedValue, dim: int) -> Size:
+    """Return `prefix_size` of a dim that isn't the rows of a ragged batch."""
+    size = prefix_size(value, dim)
+    if size.has(rows_symbol()):
+        raise UnsupportedCall("it adds, splits or repeats the rows of a ragged batch")
+    return size
+
+
 def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
     """Return the true size of a padded dim, one for each row of a ragged batch; none where the host knows none."""
     sizes = value.sizes

@@ -84,6 +84,14 @@ def gather_along(x: PaddedValue, dim: int, index: Tensor, factors: Factors) -> P
     return result(out, dims, x.sizes).gradient_masked()
 
 
+def size_along(x: PaddedValue, d: int) -> Tensor | int:
+    """Return the true size of a dim, broadcastable to the value where rows differ in it."""
+    size = x.size(d)
+    if isinstance(size, Tensor) and size.dim():
+        return size.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
+    return size
+
+
 def rows_dim(x: PaddedValue) -> int:
     """The dim of a ragged batch's rows."""
     for d, factors in enumerate(x.dims):
@@ -151,8 +159,8 @@ def _positions(old: Factors, new: Factors, sizes: TrueSizes) -> Tensor:
     if keeps and key in sizes.masks:
         return sizes.masks[key]
     index: Tensor = torch.arange(bucket_of(new), device=sizes.values.device)
-    place = _rebased(index, [f.bucket for f in new], [_true_size(f, sizes) for f in new])
-    found = _rebased(place, [_true_size(f, sizes) for f in old], [f.bucket for f in old])
+    place = rebased(index, [f.bucket for f in new], [_true_size(f, sizes) for f in new])
+    found = rebased(place, [_true_size(f, sizes) for f in old], [f.bucket for f in old])
     found = found.clamp(max=max(bucket_of(old) - 1, 0))
     if keeps:
         sizes.masks[key] = found
@@ -167,9 +175,9 @@ def _true_size(factor: Factor, sizes: TrueSizes) -> Tensor | int:
     return value.unsqueeze(-1) if value.dim() else value
 
 
-def _rebased(number: Tensor, base: Sequence[Tensor | int], other: Sequence[Tensor | int]) -> Tensor:
+def rebased(number: Tensor, base: Sequence[Tensor | int], other: Sequence[Tensor | int]) -> Tensor:
     """Read the digits of numbers in one mixed base as a number in another."""
-    found, scale = torch.zeros_like(number), torch.ones_like(number[..., :1])
+    found, scale = torch.zeros_like(number), number.new_ones(())
     for size, place in zip(reversed(base), reversed(other), strict=True):
         found, number, scale = found + number % size * scale, number // size, scale * place
     return found
@@ -281,10 +289,7 @@ def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int 
         return
     if index.dense.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if ends is None:
-        ends = x.size(d)
-        if isinstance(ends, Tensor) and ends.dim():
-            ends = ends.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
+    ends = size_along(x, d) if ends is None else ends
     positions = index.filled(-1)
     beyond = positions >= ends
     if bool(beyond.any()):

@@ -23,7 +23,7 @@ from subtensors.dispatch.padded import kernels
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_elements, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, ScatteredDim, reduced_result, result
 from subtensors.dispatch.padded.pointwise import broadcast
-from subtensors.dispatch.padded.positions import rows_dim
+from subtensors.dispatch.padded.positions import rebased, size_along
 from subtensors.dispatch.sizes.dim_factors import is_prefix
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
@@ -203,14 +203,7 @@ def reduced_dims(call: PaddedCall, x: PaddedValue) -> list[int]:
 
 def unpadded_index(x: PaddedValue, dims: Sequence[int], index: Tensor) -> Tensor:
     """Convert an index of some flattened dims, of the bucket, to one of the unpadded tensor."""
-    found, scale = torch.zeros_like(index), index.new_ones(())
-    for d in reversed(dims):
-        position, index = index % x.shape[d], index // x.shape[d]
-        size = x.size(d)
-        if isinstance(size, Tensor) and size.dim():
-            size = size.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
-        found, scale = found + position * scale, scale * size
-    return found
+    return rebased(index, [x.shape[d] for d in dims], [size_along(x, d) for d in dims])
 
 
 def deviations(x: PaddedValue, values: Tensor, over: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from subtensors.dispatch.padded.padded_size import (
     sizes_with,
     true_expression,
 )  # fmt: skip
-from subtensors.dispatch.padded.padded_value import PaddedValue, known_sizes, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, known_sizes, prefix_size, result, size_in_rows
 from subtensors.dispatch.padded.positions import take_range
 from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -201,7 +201,7 @@ def split_at(call: PaddedCall, x: PaddedValue, dim: int, indices: Sequence[int])
 @table.register(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, across=True)
 def split(call: PaddedCall, x: PaddedValue, dim: int, split_size: int) -> list[PaddedValue]:
     """Split into parts of one size, and a rest."""
-    _divisible_size(x, dim)
+    size_in_rows(x, dim)
     count = _same_count(call, x, dim, lambda n: max(-(-n // split_size), 1) if split_size else 1)
     return [apply(aten.slice.Tensor, x, dim, i * split_size, (i + 1) * split_size) for i in range(count)]
 
@@ -209,7 +209,7 @@ def split(call: PaddedCall, x: PaddedValue, dim: int, split_size: int) -> list[P
 @table.register(aten.chunk, aten.unsafe_chunk, across=True)
 def chunk(call: PaddedCall, x: PaddedValue, dim: int, chunks: int) -> list[PaddedValue]:
     """Split into at most this many parts of one size; the last may be smaller."""
-    true_size = _divisible_size(x, dim)
+    true_size = size_in_rows(x, dim)
     count = _same_count(call, x, dim, lambda n: -(-n // -(-n // chunks)) if n else chunks)
     size = floor_divided(true_size + chunks - 1, chunks)
     return [_part(x, dim, i * size, smallest(size, largest(0, true_size - i * size)), chunks) for i in range(count)]
@@ -218,7 +218,7 @@ def chunk(call: PaddedCall, x: PaddedValue, dim: int, chunks: int) -> list[Padde
 @table.register(aten.tensor_split.sections, across=True)
 def sections(call: PaddedCall, x: PaddedValue, dim: int, sections: int) -> list[PaddedValue]:
     """Split into this many parts, of which the first ones may be one longer."""
-    true_size = _divisible_size(x, dim)
+    true_size = size_in_rows(x, dim)
     min_size = floor_divided(true_size, sections)
     starts = [i * min_size + smallest(i, true_size - sections * min_size) for i in range(sections)]
     sizes = [floor_divided(true_size + sections - 1 - i, sections) for i in range(sections)]
@@ -250,11 +250,3 @@ def _same_count(call: PaddedCall, x: PaddedValue, d: int, count: Callable[[int],
     if len(counts) > 1:
         raise UnsupportedCall("the number of parts differs from row to row")
     return counts.pop()
-
-
-def _divisible_size(x: PaddedValue, d: int) -> Size:
-    """Return the true size of a dim that is to be split."""
-    size = prefix_size(x, d)
-    if size.has(rows_symbol()):
-        raise UnsupportedCall("it splits the rows of a ragged batch")
-    return size
