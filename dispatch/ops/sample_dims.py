@@ -109,11 +109,17 @@ def cross(x: Operand, other: Operand, dim: int | None) -> DimMap:
     return found._replace(combined=frozenset(found.results[0] if dim is None else [dim if dim < 0 else dim - rank]))
 
 
-@dim_rule(OpClass.POINTWISE, aten.broadcast_tensors, aten.expand_as)
+@dim_rule(OpClass.POINTWISE)
 def pointwise(operands: Sequence[Operand]) -> DimMap:
     """Operands that broadcast: the last dim of each is the same dim, and so on."""
     labels = tuple(tuple(range(-x.ndim, 0)) for x in operands)
     return DimMap(labels, (max(labels, key=len, default=()),))
+
+
+@dim_rule(aten.broadcast_tensors, aten.expand_as)
+def broadcast(operands: Sequence[Operand]) -> DimMap:
+    """The operands themselves, broadcast."""
+    return pointwise(operands)._replace(moves=True)
 
 
 @dim_rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)

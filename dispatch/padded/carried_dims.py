@@ -39,6 +39,7 @@ class CarryPlan:
         found: the op's map.
         is_read: whether the call reads at an index, whose padding must be in range.
         sums: whether the gradient of an operand sums over padding.
+        has_fill: whether the padding of the results is padding of the operands.
         regrouped: of a reshape that merges or splits padded dims, the dims of its result.
         results: the dims of each result, once they are known.
     """
@@ -48,6 +49,7 @@ class CarryPlan:
     found: DimMap
     is_read: bool = False
     sums: bool = False
+    has_fill: bool = False
     regrouped: Sequence[Factors] | None = None
     results: list[tuple[Factors, ...]] | None = None
 
@@ -76,7 +78,7 @@ def carry(call: PaddedCall) -> PyTree:
             call.found, call.label_dims = plan.found, plan.dims
         return rule(call)
     found = plan.found
-    fill = _fill_after(values) if found.moves else None
+    fill = _fill_after(values) if plan.has_fill else None
     if plan.is_read or plan.sums or found.partial:
         safe = {id(x): _safe(x, plan) for x in values[plan.is_read :] if x.padded_dims}
         out = call.dense(tree_map_only(PaddedValue, lambda x: safe.get(id(x), x), call.arguments))
@@ -125,16 +127,15 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None) -> CarryPlan:
     padded = {label for label, factors in dims.items() if is_padded(factors)}
     if not padded.isdisjoint(found.combined):
         regrouped = _regrouped(values[0], found)
-        return CarryPlan(regrouped is None, dims, found, regrouped=regrouped)
+        return CarryPlan(regrouped is None, dims, found, has_fill=found.moves, regrouped=regrouped)
     several = len(values) > 1
     is_read = several and op_class(call.op) is OpClass.SCATTER_GATHER
     if is_read and lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
         # An index may be shorter than what it indexes, and its bucket as long.
         return CarryPlan(True, dims, found)
-    sums = several and any(
-        x.is_tracked and lacks(x, own, dims, padded) for x, own in zip(values, found.operands, strict=True)
-    )
-    return CarryPlan(False, dims, found, is_read, sums)
+    lacking = [x for x, own in zip(values, found.operands, strict=True) if several and lacks(x, own, dims, padded)]
+    sums = any(x.is_tracked for x in lacking)
+    return CarryPlan(False, dims, found, is_read, sums, has_fill=found.moves and not lacking)
 
 
 def dims_by_label(values: Sequence[PaddedValue], found: DimMap) -> dict[Label, list[Factors]]:

@@ -12,7 +12,7 @@ from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import tree_has
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, least, most, sizes_with, true_expression
-from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
+from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result, size_in_rows
 from subtensors.dispatch.padded.pointwise import broadcast, gradient_safe
 from subtensors.dispatch.padded.positions import gather_along
 from subtensors.dispatch.padded.true_sizes import rows_symbol
@@ -25,17 +25,9 @@ from subtensors.dispatch.sizes.dim_factors import (
     static_dims,
     with_dim,
 )  # fmt: skip
-from subtensors.dispatch.sizes.expressions import Size, added, largest, multiplied
+from subtensors.dispatch.sizes.expressions import added, largest, multiplied
 
 aten = torch.ops.aten
-
-
-def _countable_size(x: PaddedValue, d: int) -> Size:
-    """Return the true size of a dim to which positions are added."""
-    size = prefix_size(x, d)
-    if size.has(rows_symbol()):
-        raise UnsupportedCall("it adds rows to a ragged batch")
-    return size
 
 
 def _true_end(x: PaddedValue, d: int) -> Tensor | int:
@@ -55,7 +47,7 @@ def cat(call: PaddedCall, tensors: Sequence[PaddedValue], dim: int) -> PaddedVal
     targets = [with_dim(dims, d, x.dims[d]) for x in parts]
     dense = [gradient_safe(x, t, sizes) for x, t in zip(parts, targets, strict=True)]
     joined = torch.cat(dense, d)
-    total = padded_dim(joined.shape[d], added(*(_countable_size(x, d) for x in parts)))
+    total = padded_dim(joined.shape[d], added(*(size_in_rows(x, d) for x in parts)))
     unpacked = result(joined, with_dim(dims, d, total), sizes)
     if not any(x.is_padded(d) for x in parts[:-1]):
         return unpacked
@@ -98,7 +90,7 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
             continue
         sizes, size, own = sizes_with(value.sizes, count), true_expression(count), value.dims[d]
         if size_of(own).has(rows_symbol()):
-            raise UnsupportedCall("it adds rows to a ragged batch")
+            raise UnsupportedCall("it repeats the rows of a ragged batch")
         if most(size, sizes) > count:
             raise UnsupportedCall(f"no bucket is known to hold {multiplied(size, size_of(own))}")
         out = value.dense.repeat([int(count) if e == d else 1 for e in range(value.dim())])
@@ -106,16 +98,6 @@ def repeat(call: PaddedCall, x: PaddedValue) -> PaddedValue:
         fill = value.fill if size.is_Integer else None
         value = result(out, with_dim(value.dims, d, merged([*padded_dim(int(count), size), *own])), sizes, fill)
     return value
-
-
-@table.register(aten.repeat_interleave.self_int, across=True)
-def repeat_interleave(call: PaddedCall, x: PaddedValue, repeats: int, dim: int | None) -> PaddedValue:
-    """Repeat each position of a dim several times in a row."""
-    if dim is None and x.dim() != 1:
-        raise UnsupportedCall("without a dim it flattens the tensor")
-    d = (dim or 0) % x.dim()
-    out = call.dense({"output_size": None})
-    return result(out, with_dim(x.dims, d, merged([*x.dims[d], static(repeats)])), x.sizes, x.fill)
 
 
 @table.register(aten.rot90, across=True)
@@ -148,7 +130,7 @@ def pixel_shuffle(call: PaddedCall, x: PaddedValue, upscale_factor: int) -> Padd
     dims = [*x.dims[:channels], *static_dims(out.shape[channels:])]
     for d in (channels + 1, channels + 2):
         if x.is_padded(d):
-            dims[d] = padded_dim(out.shape[d], multiplied(_countable_size(x, d), upscale_factor))
+            dims[d] = padded_dim(out.shape[d], multiplied(size_in_rows(x, d), upscale_factor))
     return result(out, dims, x.sizes, x.fill_if_shifted)
 
 
@@ -176,7 +158,7 @@ def bordered(
         if isinstance(left, PaddedSize):
             raise UnsupportedCall("where the first valid position lies depends on a padded size")
         if isinstance(right, PaddedSize):
-            size = _countable_size(x, d) + left + right.size
+            size = size_in_rows(x, d) + left + right.size
             if left < 0 or least(right.size, sizes) < 0:
                 raise UnsupportedCall("it cuts positions off")
             bucket = max(most(size, sizes), x.shape[d] + left)
@@ -185,9 +167,9 @@ def bordered(
             dims[d] = (static(bucket),)
             continue
         elif left or right:
-            size = _countable_size(x, d) + left + right
+            size = size_in_rows(x, d) + left + right
             if cut := max(-left, 0) + max(-right, 0):
-                require_size(call, sizes, _countable_size(x, d), cut)
+                require_size(call, sizes, size_in_rows(x, d), cut)
                 size = largest(0, size)
         else:
             continue
@@ -223,7 +205,7 @@ def _bordered_by_values(call: PaddedCall, x: PaddedValue, mode: str, widths: Seq
             left, right = max(left, 0), max(right, 0)
         if not (left or right):
             continue
-        size = _countable_size(x, d)
+        size = size_in_rows(x, d)
         if mode in _MAX_EXCESS:
             require_size(call, x.sizes, size, max(left, right) - _MAX_EXCESS[mode])
         bucket = x.shape[d] + left + right

@@ -22,15 +22,12 @@ from subtensors.dispatch.torch_internals.dispatcher import is_traced
 aten = torch.ops.aten
 
 
-@table.register(aten.nonzero, aten.argwhere, aten.nonzero_numpy, aten.where.default)
-def nonzero(call: PaddedCall, x: PaddedValue) -> PyTree:
+@table.register(aten.nonzero)
+def nonzero(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """The positions of nonzero elements; padding counts as zero."""
     require_values(call)
-    out = call.dense({"condition" if "condition" in call else "self": x.filled(0)})
-    each = out.unbind(1) if isinstance(out, Tensor) else out
-    positions = [in_valid(x, d, found) for d, found in enumerate(each)]
-    if not isinstance(out, Tensor):
-        return [unpadded_value(found) for found in positions]
+    out = call.dense({"self": x.filled(0)})
+    positions = [in_valid(x, d, found) for d, found in enumerate(out.unbind(1))]
     return unpadded_value(torch.stack(positions, 1) if positions else out)
 
 

@@ -31,13 +31,13 @@ class NotDecomposed(RuleError):
 
 
 OPS = frozenset(
-    """atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid dsplit nanmean
-    linalg_vecdot corrcoef diag diagflat linalg_solve linalg_solve_ex
+    """argsort argwhere atleast_1d atleast_2d atleast_3d cartesian_prod column_stack cumulative_trapezoid dsplit msort
+    nanmean nonzero_numpy where.default linalg_vecdot corrcoef diag diagflat linalg_solve linalg_solve_ex
     dstack einsum fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
     fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn flatten.using_ints fliplr flipud
     hsplit hstack imag inner item kron linalg_norm mH matrix_H max_pool1d max_pool1d_with_indices max_pool2d max_pool3d
-    movedim pairwise_distance prelu ravel real repeat_interleave.self_Tensor result_type
-    tensordot trapezoid trapz vsplit vstack moveaxis swapaxes swapdims unflatten.int
+    movedim pairwise_distance prelu ravel real repeat_interleave.self_int repeat_interleave.self_Tensor reshape_as
+    result_type tensordot trapezoid trapz view_as vsplit vstack moveaxis swapaxes swapdims unflatten.int
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d _convolution _convolution_mode
     dropout_ feature_dropout alpha_dropout l1_loss square
     concat type_as to.dtype to.device to.other to.dtype_layout relu6 selu

@@ -16,7 +16,6 @@ from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.lazy_storage import is_lazy
-from subtensors.dispatch.ops.reduction_dims import max_value, min_value
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.data_dependent import valid_first
 from subtensors.dispatch.padded.interpreter import PaddedCall, require_elements, require_size, table
@@ -30,6 +29,7 @@ from subtensors.dispatch.padded.padded_value import (
 from subtensors.dispatch.padded.positions import ranks
 from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
+from subtensors.kernels.runtime.custom_ops import max_value, min_value
 
 aten = torch.ops.aten
 
@@ -52,12 +52,10 @@ def _above_all(dtype: torch.dtype) -> float:
     return math.nan if dtype.is_floating_point else max_value(dtype)
 
 
-@table.register(aten.sort, aten.argsort, aten.msort, across=True)
-def sort(call: PaddedCall, x: PaddedValue, dim: int | None = None, descending: bool = False) -> PyTree:
+@table.register(aten.sort, across=True)
+def sort(call: PaddedCall, x: PaddedValue, dim: int = -1, descending: bool = False) -> PyTree:
     """Sort along a dim."""
-    packet = call.op.overloadpacket
-    found = sort_valid_first(x, (0 if packet is aten.msort else -1 if dim is None else dim) % x.dim(), descending)
-    return found[0] if packet is aten.msort else found[1] if packet is aten.argsort else found
+    return sort_valid_first(x, dim % x.dim(), descending)
 
 
 @table.register(aten.histc)

@@ -10,11 +10,9 @@ import torch
 
 from subtensors.dispatch.ops import view_dims
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
-from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, require_size, run, table
 from subtensors.dispatch.padded.padded_size import PaddedSize, dim_of, is_same, sizes_with
 from subtensors.dispatch.padded.padded_value import PaddedValue, prefix_size, result
-from subtensors.dispatch.padded.pointwise import broadcast, expanded
 from subtensors.dispatch.padded.positions import regrouped
 from subtensors.dispatch.sizes.dim_factors import (
     bucket_of,
@@ -80,15 +78,6 @@ def expand(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue
     return result(call.dense() if shape == target else x.dense.expand(shape), dims, sizes, fill)
 
 
-@table.register(aten.expand_as, aten.broadcast_tensors)
-def expand_as(call: PaddedCall) -> PyTree:
-    """Broadcast operands as a pointwise op would; a view of each, so padding is kept out of gradients, not filled."""
-    operands = call.values
-    dims, sizes = broadcast(operands)
-    outs = [expanded(x, dims, sizes) for x in operands]
-    return outs[0] if call.op is aten.expand_as.default else outs
-
-
 @table.register(aten.meshgrid)
 def meshgrid(call: PaddedCall, tensors: Sequence[PaddedValue], indexing: str = "ij") -> list[PaddedValue]:
     """Expand each vector along a dim of its own over the dims of all others."""
@@ -100,13 +89,6 @@ def meshgrid(call: PaddedCall, tensors: Sequence[PaddedValue], indexing: str = "
     outs: list[PaddedValue] = run(aten.broadcast_tensors.default, (views,), {})
     swaps = indexing == "xy" and len(outs) > 1
     return [apply(aten.transpose.int, x, 0, 1) for x in outs] if swaps else outs
-
-
-@table.register(aten.view_as, aten.reshape_as)
-def view_as(call: PaddedCall, x: PaddedValue, other: PaddedValue) -> PaddedValue:
-    """Return the input's elements in the same order, in another tensor's shape."""
-    op = aten.view.default if call.op is aten.view_as.default else aten.reshape.default
-    return apply(op, x, [*other.shape])
 
 
 @table.register(aten.view_as_real, aten.view_as_real_copy)

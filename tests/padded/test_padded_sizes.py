@@ -275,3 +275,12 @@ def test_copies_as_many_as_a_padded_size_are_padded_beyond_the_true_number(value
     assert torch.equal(outcome(lambda x: x.repeat(n, 1).sum(0), x), plain.repeat(5, 1).sum(0))
     assert torch.equal(outcome(lambda x: x.repeat(1, n).cumsum(1), x), plain.repeat(1, 5).cumsum(1))
     assert isinstance(x.repeat(1, n), st.PaddedTensor)
+
+
+@pytest.mark.parametrize("value", [NAN, 0.0])
+@pytest.mark.parametrize("take", [lambda x, y: x.expand_as(y), lambda x, y: torch.broadcast_tensors(x, y)[0]])
+def test_values_that_are_broadcast_over_a_padded_dim_are_no_padding_of_it(take: Any, value: float) -> None:
+    row, table = torch.arange(3.0) + 1, torch.ones(5, 3)
+    y = st.pad(table, {0: st.Dim("m", max=8, buckets=[8]), 1: SEQ}, value=value)
+    found = take(padded(row, 0, value), y).sum(0)
+    assert torch.equal(found.unpad(), 5 * row)
