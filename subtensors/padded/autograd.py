@@ -6,7 +6,7 @@ tensor of the bucket shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -22,14 +22,13 @@ from subtensors.dispatch.ops.lazy_storage import (
     traced_storage,
 )
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import FINITE_FILL, Layout, PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 from subtensors.padded.padded_tensor import PaddedTensor, handlers, make_padded, unwrap, wrap_layout
-from subtensors.padded.views import refresh_view, remember_views, track_plain_views
+from subtensors.padded.views import refresh_view, track_plain_views
 
 
 def wrap_with_grad(value: PaddedValue) -> Tensor:
@@ -93,18 +92,6 @@ def with_storage(x: PaddedTensor, storage_of: Callable[[PaddedValue], Tensor]) -
     dense = value.dense if value.fill == 0 else value.filled(0)
     value = replace(value, dense=dense, fill=0, tracker=None)
     return wrap_padded(replace(value, dense=storage_of(value)))
-
-
-def wrap_results(
-    values: Sequence[PaddedValue], func: Callable[..., PyTree], args: Args, kwargs: Kwargs
-) -> list[Tensor]:
-    """The same for the results of a call, which views remember."""
-    results = [*map(wrap_with_grad, values)]
-    if any(value.view for value in values):
-        given = zip(values, results, strict=True)
-        plain = [x for value, x in given if value.view == "alias" and not isinstance(x, PaddedTensor)]
-        remember_views(func, args, kwargs, results, plain)
-    return results
 
 
 def unwrap_with_grad(x: Tensor) -> PaddedValue:

@@ -29,7 +29,7 @@ from subtensors.dispatch.padded.size_conditions import noting
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks
 from subtensors.dispatch.torch_internals.dispatcher import is_intercepted
-from subtensors.padded.autograd import Unwrap, unwrap_with_grad, wrap_results, wrap_storage
+from subtensors.padded.autograd import Unwrap, unwrap_with_grad, wrap_storage, wrap_with_grad
 from subtensors.padded.padded_tensor import PaddedTensor, fill_of, wrap_layout
 from subtensors.padded.views import is_current, refresh_copies, remember_views
 
@@ -350,4 +350,8 @@ def run_op(op: OpOverload, again: Callable[..., PyTree], args: Args, kwargs: Kwa
     with torch._C.DisableTorchFunctionSubclass(), recording.context:
         out = rules.run(op, op_args, op_kwargs)
     recording.end([out], Tensor)
-    return wrap_results([out], again, args, kwargs)[0]
+    wrapped = wrap_with_grad(out)
+    if out.view:
+        is_plain = out.view == "alias" and not isinstance(wrapped, PaddedTensor)
+        remember_views(again, args, kwargs, wrapped, [wrapped] if is_plain else [])
+    return wrapped
