@@ -39,7 +39,7 @@ def like(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     return x.like(call.dense(), call.get("fill_value", _LIKE[call.op.overloadpacket]))
 
 
-@table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty)
+@table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided)
 def new_like(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedValue:
     """`x.new_zeros(x.shape)` is padded as `x` is; a padded size gives a padded dim, any other number a plain one."""
     is_like = [*size] == [*x.shape] and all(
@@ -51,14 +51,7 @@ def new_like(call: PaddedCall, x: PaddedValue, size: Sequence[int]) -> PaddedVal
         if x.dims and dims and x.dims[0] == padded_dim(size[0], rows_symbol()):
             dims[0] = x.dims[0]
         return result(call.dense({"size": list(map(bucket_of, dims))}), dims, sizes)
-    out = call.dense()
-    return x.like(out) if out.shape == x.shape else unpadded_value(out)
-
-
-@table.register(aten.new_empty_strided)
-def new_like_strided(call: PaddedCall, x: PaddedValue) -> PaddedValue:
-    """Memory of some strides, padded as `x` is where it has its shape: autograd copies a gradient there."""
-    out = call.dense()
+    out = call.dense()  # autograd copies a gradient to memory of the strides of its own
     return x.like(out) if out.shape == x.shape else unpadded_value(out)
 
 

@@ -55,6 +55,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "sorted": lambda x: tokens_of(x).sort(1).values,
     "the largest so far": lambda x: tokens_of(x).cummax(1).values,
     "repeated": lambda x: tokens_of(x).repeat_interleave(2, 1),
+    "repeated without a dim": lambda x: tokens_of(x).repeat_interleave(2),
+    "laid out again": lambda x: tokens_of(x).repeat(1, 2, 1).cumsum(1),
     "beside what is compact": lambda x: tokens_of(x) * with_class_token(x)[:, 1:],
     "columns first": lambda x: x.transpose(2, 3).reshape(x.shape[0], 3, x.shape[2], x.shape[3]),
 }
