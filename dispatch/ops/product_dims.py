@@ -75,3 +75,18 @@ def matmul(x: Operand, other: Operand) -> DimMap:
     left = leading[len(leading) - max(x.ndim - 2, 0) :] + "xy" if x.ndim > 1 else "y"
     right = leading[len(leading) - max(other.ndim - 2, 0) :] + "yz" if other.ndim > 1 else "y"
     return einsum(f"{left},{right}->{leading}{'x' * (x.ndim > 1)}{'z' * (other.ndim > 1)}")
+
+
+@dim_rule(aten.cdist, aten._cdist_forward)
+def distances(x1: Operand, x2: Operand) -> DimMap:
+    """A distance for each pair of rows of two matrices, with leading dims that broadcast."""
+    leading = _LETTERS[: max(x1.ndim, x2.ndim) - 2]
+    left, right = (leading[len(leading) + 2 - x.ndim :] for x in (x1, x2))
+    return einsum(f"{left}xy,{right}zy->{leading}xz")
+
+
+@dim_rule(aten.bilinear)
+def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None) -> DimMap:
+    """`input1 @ weight @ input2.T`, row by row, with a matrix of the weight for each output."""
+    leading = _LETTERS[: input1.ndim - 1]
+    return einsum(f"{leading}x,{leading}y,zxy->{leading}z", None if bias is None else bias.ndim)

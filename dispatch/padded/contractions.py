@@ -24,12 +24,12 @@ from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill
 from subtensors.dispatch.padded.pointwise import broadcast_dim
 from subtensors.dispatch.padded.positions import rows_dim, with_factors
 from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
-from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of, static_dims
+from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of
 
 aten = torch.ops.aten
 
 
-@table.register(OpClass.CONTRACTION)
+@table.register(OpClass.CONTRACTION, aten.cdist, aten._cdist_forward)
 def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
     if not has_map(call.op):
@@ -68,7 +68,7 @@ class _Filling(NamedTuple):
 
     Args:
         wanted: the dims along which it is filled.
-        assumed: the operand's dims, with those of the other operand where that is padded; None if they are its own.
+        assumed: the operand's dims, with those of another operand where that is padded; None if they are its own.
         is_complete: whether these are all of its padded dims.
     """
 
@@ -115,14 +115,14 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None) -> _Plan:
     padded = {label for label, factors in dims.items() if is_padded(factors)}
     sums = [x.is_tracked and lacks(x, at, dims, padded & {*out}) for x, at in zip(operands, labels, strict=True)]
     fillings = []
-    for x, at, other_sums in zip(operands, labels, reversed(sums), strict=True):
-        to_fill = {*at} if other_sums else {*at} - {*out}
+    for i, (x, at) in enumerate(zip(operands, labels, strict=True)):
+        to_fill = {*at} if any(sums[:i] + sums[i + 1 :]) else {*at} - {*out}
         assumed = tuple(
             dims[label] if label in to_fill and bucket_of(own) == bucket_of(dims[label]) else own
             for own, label in zip(x.dims, at, strict=True)
         )
         is_complete = to_fill.issuperset(at[d] for d in x.padded_dims)
-        wanted = [i for i, label in enumerate(at) if label in to_fill]
+        wanted = [d for d, label in enumerate(at) if label in to_fill]
         fillings.append(_Filling(wanted, None if assumed == x.dims or sizes is None else assumed, is_complete))
     is_summed = any(sums)
     shared: set[Label] = set()
@@ -137,21 +137,6 @@ def _planned(call: PaddedCall, sizes: TrueSizes | None) -> _Plan:
     names = tuple(named[i] for i in factors)
     own_kept = kept[0] if len(kept) == 1 else None
     return _Plan(names, found.added, tuple(dims[label] for label in out), fillings, is_summed, own_kept)
-
-
-@table.register(aten.bilinear)
-def bilinear(
-    call: PaddedCall, input1: PaddedValue, input2: PaddedValue, weight: PaddedValue, bias: PaddedValue | None
-) -> PaddedValue:
-    """`input1 @ weight @ input2.T`, row by row."""
-    given, sizes = {"input1": input1, "input2": input2}, call.sizes()
-    is_padded_elsewhere = any(t is not None and t.padded_dims for t in (weight, bias))
-    if is_padded_elsewhere or any(x.is_padded(x.dim() - 1) for x in given.values()):
-        raise UnsupportedCall("its features are padded")
-    rows = [broadcast_dim([a, b], sizes) for a, b in zip(input1.dims[:-1], input2.dims[:-1], strict=True)]
-    filled = {name: PaddedValue(x.dense, (*rows, x.dims[-1]), sizes).filled(0) for name, x in given.items()}
-    out = call.dense(filled)
-    return result(out, [*rows, *static_dims([out.shape[-1]])], sizes).gradient_masked()
 
 
 @table.register(aten.cov)

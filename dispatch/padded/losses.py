@@ -1,4 +1,4 @@
-"""Losses, computed element by element and reduced over valid elements, and distances."""
+"""Losses, computed element by element and reduced over valid elements, and the cosine of vectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from subtensors.dispatch.ops.sample_dims import MEAN, NONE
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, run, table
 from subtensors.dispatch.padded.padded_value import PaddedValue, result, unpadded_value
-from subtensors.dispatch.padded.pointwise import broadcast, broadcast_dim
+from subtensors.dispatch.padded.pointwise import broadcast_dim
 
 aten = torch.ops.aten
 
@@ -140,15 +140,3 @@ def cosine(call: PaddedCall, x1: PaddedValue, x2: PaddedValue, dim: int, eps: fl
         bounded = torch.where(norm.dense < eps, norm.dense - norm.dense.detach() + eps, norm.dense)
         product = apply(aten.div.Tensor, product, norm.like(bounded))
     return product
-
-
-@table.register(aten.cdist, aten._cdist_forward)
-def distances(call: PaddedCall, x1: PaddedValue, x2: PaddedValue) -> PaddedValue:
-    """The distance from each row of one matrix to each row of another; zeros in padded features add nothing."""
-    sizes = call.sizes()
-    features = broadcast_dim([x1.dims[-1], x2.dims[-1]], sizes)
-    dims, _ = broadcast([PaddedValue(x.dense, x.dims[:-2], x.sizes) for x in (x1, x2)])
-    filled = {
-        name: PaddedValue(x.dense, (*x.dims[:-1], features), sizes).filled(0) for name, x in (("x1", x1), ("x2", x2))
-    }
-    return result(call.dense(filled), [*dims, x1.dims[-2], x2.dims[-2]], sizes).gradient_masked()

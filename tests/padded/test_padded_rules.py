@@ -406,3 +406,27 @@ def test_the_padding_of_a_grid_reads_nowhere(mode: str, poison: float, device: s
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+PAIRINGS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], tuple[int | None, ...]]] = {
+    "rows of a bilinear layer": (F.bilinear, ((2, 5, 3), (2, 5, 4), (6, 3, 4), (6,)), (1, 1, None, None)),
+    "features of a bilinear layer": (F.bilinear, ((7, 5), (7, 4), (6, 5, 4)), (1, None, 1)),
+    "rows that distances are from": (torch.cdist, ((2, 5, 3), (2, 6, 3)), (1, None)),
+    "rows that distances are to": (torch.cdist, ((2, 6, 3), (2, 5, 3)), (None, 1)),
+    "features of distances": (torch.cdist, ((2, 6, 5), (7, 5)), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRINGS)
+def test_products_of_several_operands_and_distances_take_padding_in_any_dim(name: str) -> None:
+    function, shapes, dims = PAIRINGS[name]
+    sources = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    given = [t if d is None else st.pad(t, {d: SEQ}, value=NAN) for t, d in zip(sources, dims, strict=True)]
+    padded_calls.fallbacks.clear()
+    out = function(*given)
+    assert not padded_calls.fallbacks
+    found, expected = out.unpad() if isinstance(out, st.PaddedTensor) else out, function(*sources)
+    torch.testing.assert_close(found, expected)
+    cotangent = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(each, sources, cotangent) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
