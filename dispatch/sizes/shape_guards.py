@@ -7,7 +7,6 @@ that take the same path through the program, whether it returns or raises.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import itertools
 import logging
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, TracebackType
+from unittest import mock
 
 import sympy
 import torch
@@ -126,7 +126,7 @@ def _run(
     """Run a program on tensors without values; return what it raises, and its calls, as `RecordedCalls` does."""
     record = RecordedCalls(sizes.expression, decided_by_real)
     error = None
-    with _without_logs(), sizes.mode():
+    with mock.patch.object(_FAKE_TENSOR_LOG, "disabled", True), sizes.mode():
         given = arguments(sizes)
         state = {}
         if isinstance(program, nn.Module):
@@ -182,13 +182,5 @@ _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _TORCH = str(Path(torch.__file__).parent)
 _TORCH_NN = str(Path(nn.__file__).parent)
 
-
-@contextlib.contextmanager
-def _without_logs() -> Iterator[None]:
-    """Silence torch's log of errors on fake tensors, which are an expected outcome here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""Torch's log of errors on fake tensors, which are an expected outcome here."""

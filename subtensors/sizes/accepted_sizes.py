@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import numpy as np
 import sympy
@@ -165,6 +166,10 @@ class ConsideredSizes:
     def shape(self) -> tuple[int, ...]:
         """The number of sizes of each dimension."""
         return tuple(len(axis) for axis in self.axes)
+
+    def at(self, point: Sequence[SupportsIndex]) -> dict[str, int]:
+        """Return the sizes at a point of the grid, by name."""
+        return {dim.name: int(axis[i]) for dim, axis, i in zip(self.dims, self.axes, point, strict=True)}
 
     @functools.cached_property
     def _points(self) -> SizeGrid:

@@ -91,8 +91,7 @@ def infer_sizes(
     unknown = np.ones(grid.shape, dtype=bool)
     while unknown.any() and len(paths) < MAX_CLASSES:
         point = np.unravel_index(int(np.argmax(unknown)), unknown.shape)
-        sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, grid.axes, point, strict=True)}
-        path = trace_path(fn, arguments, sizes)
+        path = trace_path(fn, arguments, grid.at(point))
         where = grid.where_all(path.conditions) & unknown
         where[point] = True  # also where a condition is not evaluated, or doubtful
         unknown &= ~where
@@ -100,9 +99,7 @@ def infer_sizes(
             where = where & ~mask
             paths.append((by_real, mask, example))
         if where.any():
-            point = tuple(np.argwhere(where)[0])
-            sizes = {dim.name: int(axis[i]) for dim, axis, i in zip(known, grid.axes, point, strict=True)}
-            paths.append((path, where, sizes))
+            paths.append((path, where, grid.at(np.argwhere(where)[0])))
     if unknown.any():
         logger.info("%d classes of sizes found, and more not searched for", MAX_CLASSES)
     is_cut = any(len(axis) <= int(axis[-1] - axis[0]) for axis in grid.axes)

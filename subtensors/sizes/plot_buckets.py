@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from subtensors.dispatch.ops.errors import SizeError
 from subtensors.sizes.bucket_policies import BucketPolicy, bucket_policy
 from subtensors.sizes.dims import Dim
 from subtensors.sizes.fit_buckets import sample_of
@@ -73,7 +72,7 @@ def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) 
         )
         axes.set_xlabel(f"true size of {name}")
         axes.set_ylabel("calls")
-        bucket_of = {size: _bucket(dim, size) for size in counted}
+        bucket_of = {size: dim.bucket(size) if dim.admits(size) else size for size in counted}
         used = sorted(set(bucket_of.values()))
         for bucket in used:
             axes.axvline(bucket, color="gray", linewidth=0.8)
@@ -89,10 +88,3 @@ def plot_sizes(sizes: Mapping[str, Mapping[int, int]], dims: Mapping[str, Dim]) 
         total = 1 - sum(size * n for size, n in counted.items()) / padded if padded else 0.0
         axes.set_title(f"{sum(counted.values())} sizes in {len(used)} buckets, {total:.0%} waste")
     return figure
-
-
-def _bucket(dim: Dim, size: int) -> int:
-    try:
-        return dim.bucket(size)
-    except SizeError:
-        return size

@@ -58,16 +58,13 @@ class RealCalls:
         for index in map(tuple, np.argwhere(tried)):
             if not self.is_complete:
                 break
-            sizes = self._sizes(index)
+            sizes = self._grid.at(index)
             difference = self._first_difference([call for call, mask in masks if mask[index]], sizes)
             if difference is None or (difference.refusal is not None and path.refusal is not None):
                 continue
             by_real = self._path(path, difference, sizes)
             found.setdefault(by_real, np.zeros_like(where))[index] = True
-        return [(by_real, mask, self._sizes(np.argwhere(mask)[0])) for by_real, mask in found.items()]
-
-    def _sizes(self, index: Sequence[int]) -> dict[str, int]:
-        return {dim.name: int(axis[i]) for dim, axis, i in zip(self._grid.dims, self._grid.axes, index, strict=True)}
+        return [(by_real, mask, self._grid.at(np.argwhere(mask)[0])) for by_real, mask in found.items()]
 
     def _is_tried(self, call: TorchCall, where: np.ndarray) -> np.ndarray:
         """Return the mask of sizes at which a call is made on real tensors."""
