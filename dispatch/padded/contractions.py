@@ -22,8 +22,8 @@ from subtensors.dispatch.padded.carried_dims import MAX_PLANS, carry, dims_by_la
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.pointwise import broadcast_dim
-from subtensors.dispatch.padded.positions import rows_dim, with_factors
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.padded.positions import with_factors
+from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, is_padded, padded_dim, size_of
 
 aten = torch.ops.aten
@@ -172,13 +172,8 @@ def _filled(x: PaddedValue, filling: _Filling, sizes: TrueSizes | None) -> Tenso
     """Return the operand's storage with zeros in the padding of some dims, the other operand's padding included."""
     if filling.assumed is None:
         return x.filled(0, filling.wanted)
-    widened = replace(x, dims=filling.assumed, sizes=sizes, fill=None)
     try:
-        if sizes is not None and sizes.rows is not None:
-            if not any(f.size == rows_symbol() for factors in filling.assumed for f in factors):
-                # An unpadded operand has nothing to fill; the other operand's zeros suffice.
-                return x.filled(0, filling.wanted)
-            rows_dim(widened)
+        return replace(x, dims=filling.assumed, sizes=sizes, fill=None).filled(0, filling.wanted)
     except UnsupportedCall:
+        # Without the rows of a ragged batch there is nothing to fill: the zeros of the other operand suffice.
         return x.filled(0, filling.wanted)
-    return widened.filled(0, filling.wanted)

@@ -134,7 +134,7 @@ define_kernel(
 )  # fmt: skip
 
 
-def _shape_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _shape_context(ctx: Any, inputs: tuple[Tensor, *tuple[object, ...]], output: Tensor) -> None:
     ctx.shape = inputs[0].shape
 
 
