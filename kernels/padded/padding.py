@@ -80,9 +80,7 @@ def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
         Contiguous, of the dtype of `dense`.
     """
     padded = dense.new_empty(shape)
-    dims = _merged_dims(
-        [(bucket, true, stride) for bucket, true, stride in zip(shape, dense.shape, dense.stride(), strict=True)]
-    )
+    dims = _merged_dims([*zip(shape, dense.shape, dense.stride(), strict=True)])
     _launch(dense, None, padded, dims, value, batch=None, unpad=False)
     return padded
 
@@ -90,9 +88,7 @@ def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
 def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
     """Copy the start of a padded tensor, of this size, to a contiguous tensor."""
     dense = padded.new_empty(size)
-    dims = _merged_dims(
-        [(bucket, true, stride) for bucket, true, stride in zip(padded.shape, size, dense.stride(), strict=True)]
-    )
+    dims = _merged_dims([*zip(padded.shape, size, dense.stride(), strict=True)])
     _launch(dense, None, padded.contiguous(), dims, 0.0, batch=None, unpad=True)
     return dense
 
