@@ -48,12 +48,6 @@ OPS: dict[Callable[..., PyTree], OpOverload] = {
 }
 """Functions whose arguments are those of one op."""
 
-FILL_ARGUMENTS: dict[Callable[..., PyTree], tuple[str, ...]] = {
-    Tensor.new_full: ("self", "size", "fill_value"),
-    functional.pad: ("input", "pad", "mode", "value"),
-}
-"""The names of the arguments of those that fill."""
-
 FILLED: dict[Callable[..., PyTree], float | None] = {
     torch.zeros: 0,
     torch.ones: 1,
@@ -99,8 +93,8 @@ def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> P
                 args = args[0], args[1:]
             return _run(SHAPE_OPS[func], *args, **kwargs)
         if func in OPS:
-            fill = dict(zip(FILL_ARGUMENTS.get(func, ()), args, strict=False)) | kwargs
-            if isinstance(fill.get("value"), PaddedSize) or isinstance(fill.get("fill_value"), PaddedSize):
+            fills = (*args[2:], *kwargs.values()) if func in (Tensor.new_full, functional.pad) else ()
+            if any(isinstance(x, PaddedSize) for x in fills):
                 raise RuleError(f"{name} takes a padded size as a size, and not as the value to fill with")
             return _run(OPS[func], *args, **kwargs)
     pool = re.fullmatch(r"(avg|max)_pool([123])d", name)
