@@ -28,6 +28,9 @@ BLOCK = 2048
 PIECE_BYTES = 64 * 2**20
 """The size of a piece: float32 products are added to a compensated sum a piece at a time."""
 
+SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
+"""The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
+
 FIRST_STRETCH = 2**16
 """The number of elements that are rounded into place through a copy; the following stretches double."""
 
@@ -63,6 +66,40 @@ def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -
         rounded_off = (own_total - (after - seen)) + (added - seen)
         own_lost.copy_(rounded_off.masked_fill_(rounded_off.isnan(), 0.0))  # of an infinite sum it is NaN
         own_total.copy_(after)
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient in place by a number on its device, in float32 or wider, without reading either on the host.
+
+    Zeros stay zeros whatever the factor: rows that a loss ignores have no gradient where it is divided by no tokens.
+
+    Args:
+        tensor: floating point, of one dim at least.
+        factor: 0-d, on the same device.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> scale_(torch.arange(3.0), torch.tensor(float("inf")))
+        tensor([0., inf, inf])
+    """
+    if uses_kernels(tensor) and tensor.is_contiguous():
+        scale_by_kernel(tensor, factor)
+        return tensor
+    rows = len(tensor)
+    for piece in tensor.split(rows_at_once(rows, tensor.numel() // max(rows, 1))):
+        piece.copy_(torch.where(piece == 0, piece, piece * factor))
+    return tensor
+
+
+def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
+    """`scale_` of a contiguous tensor by the Triton kernel."""
+    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
+
+    if tensor.numel():
+        with launching_on(tensor.device):
+            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
 
 
 class GradientSum:
@@ -135,7 +172,7 @@ class GradientSum:
         if buffer is not None:
             for piece in self._pieces():
                 self.result[piece].add_(buffer[piece])
-        return self.result if scale is None else self.result.mul_(scale)
+        return self.result if scale is None else scale_(self.result, scale)
 
     def _totals(self) -> list[tuple[Tensor, slice]]:
         """Return the matrices that are summed in, and the rows of the result that each holds."""
@@ -159,8 +196,8 @@ class GradientSum:
         """Round the sums in the memory of the result into place, from the front, then those in the buffer."""
         sums, result = upper.view(-1), self.result.view(-1)
         if scale is not None:
-            sums.mul_(scale)
-            lower.mul_(scale)
+            scale_(sums, scale)
+            scale_(lower, scale)
         begin, end = 0, min(FIRST_STRETCH, sums.numel())
         result[:end].copy_(sums[:end].clone())
         # Elements [begin, end) are bytes [2 begin, 2 end), and their sums bytes [4 begin, 4 end).

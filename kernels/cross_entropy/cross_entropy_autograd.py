@@ -19,14 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy.compensated_sum import scale_
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
-from subtensors.kernels.runtime.launcher import launching_on
-
-SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
-"""The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
 
 
 class Schedule(NamedTuple):
@@ -195,32 +192,3 @@ def differentiable_cross_entropy(
         hidden, weight, target, bias, config, computed, is_deferred
     )
     return result
-
-
-def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a tensor in place by a number on its device, in float32, without reading either on the host.
-
-    Args:
-        tensor: contiguous, floating point.
-        factor: 0-d, on the same device.
-
-    Returns:
-        The tensor.
-
-    Example:
-        >>> scale_(torch.ones(2), torch.tensor(3.0))
-        tensor([3., 3.])
-    """
-    if uses_kernels(tensor):
-        scale_by_kernel(tensor, factor)
-        return tensor
-    return tensor.mul_(factor)
-
-
-def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
-    """`scale_` by the Triton kernel."""
-    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
-
-    if tensor.numel():
-        with launching_on(tensor.device):
-            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)

@@ -28,11 +28,12 @@ def compensated_add_kernel(partial, total, lost, count, FIRST: tl.constexpr, BLO
 
 @triton.jit
 def scale_kernel(values, factor, count, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute values *= factor, or nothing where the factor is one."""
+    """Compute values *= factor, or nothing where the factor is one; zeros stay zeros."""
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, PROGRAMS * BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < count
             value = tl.load(values + at, mask=inside).to(tl.float32)
-            tl.store(values + at, (value * scale).to(values.dtype.element_ty), mask=inside)
+            scaled = tl.where(value == 0.0, value, value * scale)
+            tl.store(values + at, scaled.to(values.dtype.element_ty), mask=inside)

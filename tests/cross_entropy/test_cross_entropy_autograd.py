@@ -13,12 +13,9 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
+from subtensors.kernels.cross_entropy.compensated_sum import scale_, scale_by_kernel
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.cross_entropy_autograd import (
-    Schedule,
-    differentiable_cross_entropy,
-    scale_by_kernel,
-)
+from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule, differentiable_cross_entropy
 from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
 
 BY_ROWS, BY_COLUMNS = Schedule(rows=5), Schedule(columns=7)
@@ -187,13 +184,24 @@ def test_targets_and_class_weights_that_require_gradients_are_refused() -> None:
 @each_kernel_lowering
 @pytest.mark.parametrize("count", [0, 1, 5000])
 def test_the_scale_kernel_multiplies_in_place(lowering: Lowering, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subtensors.kernels.cross_entropy.cross_entropy_autograd.SCALE_BLOCK", 256)
-    monkeypatch.setattr("subtensors.kernels.cross_entropy.cross_entropy_autograd.SCALE_PROGRAMS", 8)
+    monkeypatch.setattr("subtensors.kernels.cross_entropy.compensated_sum.SCALE_BLOCK", 256)
+    monkeypatch.setattr("subtensors.kernels.cross_entropy.compensated_sum.SCALE_PROGRAMS", 8)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(lowering.device)
     for factor in (1.0, -2.5):
         scaled = values.clone()
         scale_by_kernel(scaled, torch.tensor(factor, device=lowering.device))
         assert torch.equal(scaled, values * factor)
+
+
+@each_kernel_lowering
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, by which the interpreter computes
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_zeros_are_zeros_after_a_scale_that_is_not_finite(lowering: Lowering, factor: float) -> None:
+    values, scale = torch.tensor([0.0, 2.0, torch.nan]), torch.tensor(factor)
+    found = values.to(lowering.device)
+    scale_by_kernel(found, scale.to(lowering.device))
+    for scaled in (found.cpu(), scale_(values.clone(), scale), scale_(values.expand(2, 3).t().clone(), scale)[:, 0]):
+        torch.testing.assert_close(scaled, torch.where(values == 0, 0, values * factor), equal_nan=True)
 
 
 @pytest.mark.gpu
