@@ -37,9 +37,16 @@ def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 def differentiate(
-    plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool], upstream: Sequence[Tensor | None]
+    plan: ChunkSchedule, tensors: Sequence[Tensor | None], needed: Sequence[bool], upstream: Sequence[Tensor | None]
 ) -> Gradients:
-    """Compute the gradients of a pass for given gradients of its results (None where a result has none)."""
+    """Compute the gradients of a pass for given gradients of its results (None where a result has none).
+
+    Args:
+        plan: the pass.
+        tensors: its inputs; None for those that backward doesn't read.
+        needed: for each of them, whether its gradient is needed.
+        upstream: the gradients of its results.
+    """
     gradients = Gradients(plan, tensors, needed)
     with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
@@ -56,7 +63,7 @@ def differentiate(
 class _RecomputeContext(FunctionCtx):
     """The state that forward keeps for backward."""
 
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[Tensor | None, ...]
     needs_input_grad: tuple[bool, ...]
     plan: ChunkSchedule
 
@@ -69,7 +76,7 @@ class RecomputeChunks(torch.autograd.Function):
         """Run the pass. Args: the pass, and the tensors that it reads."""
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*plan.differentiated_reads(tensors))  # type: ignore[arg-type]  # None is fine
         results = forward_only(plan, tensors)
         ctx.mark_non_differentiable(*(t for t, has in zip(results, plan.differentiated, strict=True) if not has))
         return tuple(results)
@@ -95,7 +102,7 @@ class _FusedContext(FunctionCtx):
         other_gradients: of the other saved tensors.
     """
 
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[Tensor | None, ...]
     needs_input_grad: tuple[bool, ...]
     plan: ChunkSchedule
     count: int
@@ -123,8 +130,10 @@ class FusedForwardBackward(torch.autograd.Function):
         """
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         reads, others = tensors[:count], tensors[count:]
+        has_gradient = ctx.needs_input_grad[3 + count :]
+        kept = (tensor if has else None for tensor, has in zip(others, has_gradient, strict=True))
+        ctx.save_for_backward(*plan.differentiated_reads(reads), *kept)  # type: ignore[arg-type]  # None is fine
         needed = ctx.needs_input_grad[3 : 3 + count]
         factors = _sum_gradients(plan, epilogue, others)
         ctx.scale, ctx.tangents = _normalized(factors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ def evaluate_together(values: Sequence[LazyValue], riders: Sequence[LazyValue] =
     Returns:
         the tensors of the values, as `evaluate` returns them.
     """
+    if torch.is_inference_mode_enabled():  # other values may be computed from what is, which needs version counters
+        with torch.inference_mode(False), torch.no_grad():
+            return evaluate_together(values, riders)
     full = [replicated(value) for value in values]
     missing = [value for value in full if known_tensor(value) is None]
     if missing:
@@ -63,7 +66,7 @@ def evaluate_together(values: Sequence[LazyValue], riders: Sequence[LazyValue] =
             least = max(refused.least, *(plan.least_bytes for value in missing for plan in passes_for(value)))
             raise LimitError(refused.limit, least, refused.advice) from None
         tensors = [known_tensor(value) for value in full]
-        evaluation.release()
+        evaluation.release({*full, *riding})
         for rider, whole in zip(riders, riding, strict=True):
             rider.tensor = whole.tensor
     else:
@@ -155,6 +158,8 @@ class _Evaluation:
         self.grad = grad
         self.without_gradient: list[LazyValue] = []
         """Values computed here without their gradient; `release` drops their tensors again."""
+        self.views: list[LazyValue] = []
+        """Values in the memory of others: `release` drops them, so that the next use sees a write to that memory."""
 
     def run(self, requested: Sequence[LazyValue], riders: Sequence[LazyValue]) -> None:
         """Compute replicated values, and those riders that passes for them can yield."""
@@ -175,19 +180,23 @@ class _Evaluation:
             self.release()
             raise
 
-    def release(self) -> None:
-        """Drop the tensors of values that were computed without their gradient."""
-        for temporary in self.without_gradient:
+    def release(self, results: Collection[LazyValue] = ()) -> None:
+        """Drop the tensors of values that were computed without their gradient, and views other than the results."""
+        for temporary in (*self.without_gradient, *(value for value in self.views if value not in results)):
             temporary.tensor = None
 
     def _run_passes(self, partials: Sequence[LazyValue], rides: Sequence[LazyValue] = ()) -> None:
         for plan in _passes(partials, rides):
-            requested, tensors = plan.requested, [self._compute(read) for read in plan.reads]
+            requested, tensors = plan.requested, self._inputs(plan)
             plan.release_values()
             differentiable = self.grad and plan.grad
             results = _apply_recompute(plan, tensors) if differentiable else forward_only(plan, tensors)
             for value, tensor, has_gradient in zip(requested, results, plan.differentiated, strict=True):
                 self._set_tensor(value, plan.axis.with_backward_hooks(tensor), self.grad and has_gradient)
+
+    def _inputs(self, plan: ChunkSchedule) -> list[Tensor]:
+        tensors = [self._compute(read) for read in plan.reads]
+        return [x if read.has_gradient else x.detach() for read, x in zip(plan.inputs, tensors, strict=True)]
 
     def _set_tensor(self, value: LazyValue, tensor: Tensor, has_gradient: bool | None = None) -> None:
         value.tensor = tensor
@@ -225,9 +234,12 @@ class _Evaluation:
             )
             with torch.set_grad_enabled(self.grad and node.grad):
                 results = tree_tensors(node.op(*args, **kwargs))
+            owners = [x if x._base is None else x._base for x in tree_tensors((args, kwargs))]
             for output, result in zip(node.outputs, results, strict=True):
                 if output is not None:
                     self._set_tensor(output, result)
+                    if any(result._base is owner for owner in owners):
+                        self.views.append(output)
         tensor = known_tensor(requested)
         assert tensor is not None
         return tensor
@@ -240,7 +252,7 @@ class _Evaluation:
         self._run_passes([v for v in partials if not v.needs_grad])
         (plan,) = _passes(sums, [v for v in rides if v.tensor is None])
         others = _others(requested, sums)
-        reads, yielded = [self._compute(read) for read in plan.reads], plan.requested
+        reads, yielded = self._inputs(plan), plan.requested
         plan.release_values()
         rest = [self._compute(v) for v in others]
 

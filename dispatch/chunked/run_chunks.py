@@ -15,6 +15,7 @@ from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
+from subtensors.kernels.cross_entropy.compensated_sum import scale_
 
 aten = torch.ops.aten
 
@@ -82,24 +83,28 @@ class Gradients:
         needed: for each of them, whether its gradient is needed.
     """
 
-    def __init__(self, plan: ChunkSchedule, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(self, plan: ChunkSchedule, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
         self.plan = plan
         self.needed = [n for n in range(len(needed)) if needed[n]]
         self.sums: dict[int, ChunkSum] = {}
         self.parts: dict[int, Tensor] = {}
         self._has_gradient: set[int] = set()
         for n in self.needed:
+            tensor = tensors[n]
+            assert tensor is not None
             if plan.inputs[n].layout is None:
-                self.sums[n] = ChunkSum(tensors[n], plan.axis.policy.exact)
+                self.sums[n] = ChunkSum(tensor, plan.axis.policy.exact)
             else:
-                self.parts[n] = torch.zeros_like(tensors[n])
+                self.parts[n] = torch.zeros_like(tensor)
 
-    def add(self, span: Span, leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
+    def add(
+        self, span: Span, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> None:
         """Differentiate one chunk."""
         differentiable = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
         if not differentiable or not self.needed:
             return
-        inputs = [leaves[n] for n in self.needed]
+        inputs = [leaf for n in self.needed if (leaf := leaves[n]) is not None]
         with torch.enable_grad():  # ops without a gradient for an input are fine, as in backward()
             grads = torch.autograd.grad(
                 [o for o, _ in differentiable], inputs, [t for _, t in differentiable], allow_unused=True
@@ -119,13 +124,18 @@ class Gradients:
         """Return the gradients times a number, in the memory they were summed in; they can be taken once."""
         taken = {n: total.take(scale) for n, total in self.sums.items() if total.used}
         parts = {n: part for n, part in self.parts.items() if n in self._has_gradient}
-        return taken | {n: part if scale is None else part.mul_(scale) for n, part in parts.items()}
+        return taken | {n: part if scale is None else scale_(part, scale) for n, part in parts.items()}
 
 
-def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """Return the inputs of one chunk, as leaves of an autograd graph of its own."""
-    out = []
+def chunk_leaves(
+    plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the inputs of one chunk, as leaves of an autograd graph of its own; None for those that aren't given."""
+    out: list[Tensor | None] = []
     for read, tensor, needs in zip(plan.inputs, tensors, needed, strict=True):
+        if tensor is None:
+            out.append(None)
+            continue
         part = tensor.detach() if read.layout is None else read.layout.chunk_of(tensor.detach(), span)
         out.append(part.detach().requires_grad_(needs) if needs else part)
     return out
@@ -134,7 +144,7 @@ def chunk_leaves(plan: ChunkSchedule, span: Span, tensors: Sequence[Tensor], nee
 def run_chunk(
     plan: ChunkSchedule,
     span: Span,
-    leaves: Sequence[Tensor],
+    leaves: Sequence[Tensor | None],
     gradients: Gradients | None = None,
     results_read: bool = True,
 ) -> list[Tensor | None]:
@@ -176,7 +186,7 @@ def run_chunk(
             for value in step.last_uses:
                 known.pop(id(value), None)
             continue
-        if step.rows is not None and not step.rows.size_in(span):
+        if step.rows is not None and step.rows.dim_size and not step.rows.size_in(span):
             known.update({id(v): None for v in step.outputs})
             continue
         with torch.set_grad_enabled(gradients is not None and step.grad and not step.rides):

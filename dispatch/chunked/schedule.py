@@ -43,10 +43,14 @@ class Input:
     Args:
         value: its description.
         layout: the layout by which each chunk reads its own rows; None where it reads all.
+        rides: whether only results without a gradient depend on it: backward doesn't read it.
+        has_gradient: whether a gradient comes back to it.
     """
 
     value: LazyValue
     layout: RowLayout | None
+    rides: bool = True
+    has_gradient: bool = False
 
 
 @dataclass
@@ -201,6 +205,7 @@ class ChunkSchedule:
         differentiated = {
             id(v) for v, has_gradient in zip(self.outputs, self.differentiated, strict=True) if has_gradient
         }
+        reached = {*differentiated}  # by gradients
         for step in reversed(self.steps):
             step.rides = not any(v is not None and id(v) in differentiated for v in step.outputs)
             if not step.rides:
@@ -208,8 +213,19 @@ class ChunkSchedule:
             step.without_value = not any(v is not None and id(v) in read for v in step.outputs)
             if step.rides:
                 continue
+            is_reached = step.grad and any(id(v) in reached for v in step.outputs if v is not None)
+            for x in step.leaves:
+                if isinstance(x, Input):
+                    x.rides = False
+                    x.has_gradient |= is_reached and x.value.needs_grad
+                elif isinstance(x, LazyValue) and is_reached and x.needs_grad:
+                    reached.add(id(x))
             if not step.without_value or _gradient_reads_operands(step):
                 read.update(id(x) for x in step.leaves if isinstance(x, LazyValue))
+
+    def differentiated_reads(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the inputs that backward reads, with None for others: a write to these is no concern of it."""
+        return [None if read.rides else tensor for read, tensor in zip(self.inputs, tensors, strict=True)]
 
     @property
     def grad(self) -> bool:
@@ -232,7 +248,7 @@ class ChunkSchedule:
         """Bytes that results and gradients take, whatever the size of a chunk."""
         total, piece = sum(map(_bytes, self.outputs)), 0
         for read in self.inputs:
-            if not (self.grad and read.value.needs_grad):
+            if not read.has_gradient:
                 continue
             size = read.value.meta.element_size()
             is_compensated = read.layout is None and self.axis.policy.exact and size <= COMPENSATED_SIZE
@@ -296,7 +312,7 @@ class ChunkSchedule:
         parts = [f"{chunks} of {rows} of {self.axis.size} rows, {in_bytes(chunk)} a chunk"]
         for read in self.inputs:
             how = "in full" if read.layout is None else "by rows"
-            sums = ", its gradient summed" if read.layout is None and read.value.needs_grad else ""
+            sums = ", its gradient summed" if read.layout is None and read.has_gradient else ""
             parts.append(f"  reads {how} {_described(read.value)}{sums}")
         for step in self.steps:
             parts.append(f"  {step.name} -> {', '.join(_described(v) for v in step.outputs if v is not None)}")

@@ -34,6 +34,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.ops.errors import RuleError
+from subtensors.dispatch.torch_internals.autograd import retains_graph
 
 aten = torch.ops.aten
 
@@ -203,7 +204,7 @@ def settle() -> None:
             beside = [(holder, number), *_held_beside(number)]
             if any(who.may_be_differentiated or other.layout is not None for who, other in beside):
                 continue
-            with contextlib.suppress(RuleError, ValueError, IndexError):  # which is raised where the number is read
+            with contextlib.suppress(Exception):  # which is raised where the number is read
                 observe(number)
         if holder is not None:
             holder.take_notice()
@@ -273,8 +274,8 @@ def _keep(number: LazyValue, tensor: Tensor) -> None:
 
 
 def _release(numbers: Sequence[weakref.ref[LazyValue]], grad: Tensor) -> None:
-    """Release what numbers read, once the backward of the one that they are part of begins."""
-    for reference in numbers:
+    """Release what numbers read, once the backward of the one that they are part of begins, unless it may run again."""
+    for reference in () if retains_graph() else numbers:
         number = reference()
         if number is not None:
             number.node = number.waiting = None

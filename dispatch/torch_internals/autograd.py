@@ -97,6 +97,12 @@ def _edge(x: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(x)
 
 
+@requires("torch._C._autograd._get_current_graph_task_keep_graph", otherwise=lambda: False)
+def retains_graph() -> bool:
+    """Return whether the backward that is running retains its graph. Checked on 2.13."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def is_fsdp_backward_hook(hook: object) -> bool:
     """Return whether a hook is FSDP2's own, which gathers weights for backward and returns the gradient unread.
 

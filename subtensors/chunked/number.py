@@ -31,7 +31,7 @@ from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
-from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks, is_transforming
+from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks, is_transforming, retains_graph
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ class NumberRef(AliasRef):
 
     def backward(self, grad: Tensor) -> None:
         """Go on with the backward of a function that got the waiting number itself."""
-        self.tensor().backward(grad)  # type: ignore[no-untyped-call]
+        self.tensor().backward(grad, retain_graph=retains_graph())  # type: ignore[no-untyped-call]
 
 
 class DetachedRef(AliasRef):
@@ -150,6 +150,9 @@ class DetachedRef(AliasRef):
 class ChunkedNumber(LazyTensor):
     """A number of chunked rows that was not computed yet; to its user a tensor like any other."""
 
+    viewed: Tensor
+    """For a view of a number, that number: while a user holds the view, its gradient can be asked for."""
+
     def realize(self) -> Tensor:
         """Return the number as a plain tensor."""
         return _plain(self, is_read=False)
@@ -180,7 +183,10 @@ class ChunkedNumber(LazyTensor):
                     if _number_ref(x).value.observed is not None:
                         x.realize()  # a write through an alias of what was observed is seen in that memory alone
                 if any(_number_ref(x).pending() is not None for x in numbers):
-                    return record_call(cls, func, args, named)
+                    out = record_call(cls, func, args, named)
+                    if isinstance(out, ChunkedNumber) and out._ref.base is not None and out is not numbers[0]:
+                        out.viewed = numbers[0]
+                    return out
             except NeedsMaterialize:
                 pass
         is_read = func in _READS or (func in _COMBINATIONS and not torch.is_grad_enabled())
@@ -319,7 +325,8 @@ def _plain_of(ref: AliasRef, is_read: bool) -> Tensor:
     assert ref.base is not None
     assert ref.view_call is not None
     op, args, kwargs, index = ref.view_call
-    return tree_tensors(op(_plain_of(ref.base, is_read), *args, **kwargs))[index]
+    view = tree_tensors(op(_plain_of(ref.base, is_read), *args, **kwargs))[index]
+    return view if ref.needs_grad else view.detach()
 
 
 class _Passed(torch.autograd.Function):

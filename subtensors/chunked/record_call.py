@@ -203,6 +203,8 @@ def _record_write(op: OpOverload, args: Args, kwargs: Kwargs) -> LazyTensor:
         new = record(functional, **{name: x for name, x in call.arguments.items() if name in accepted})
     if not isinstance(new, LazyValue) or new.shape != old.shape:
         raise NeedsMaterialize(op, "it has several results, or changes sizes")
+    if not torch.can_cast(new.dtype, old.dtype):
+        raise RuntimeError(f"result type {new.dtype} can't be cast to the desired output type {old.dtype}")
     if new.dtype != old.dtype:
         new = record(aten._to_copy.default, new, dtype=old.dtype)
     target._ref.write(new)

@@ -48,7 +48,8 @@ def indexed_rows(kind: type[LazyTensor], x: object, key: object) -> Tensor | Non
             layer = match_linear_logits(value) if dims < value.ndim else None
             if layer is None:
                 return None
-            hidden = layer.rows_of(input_tensor(layer.hidden)).view(*value.shape[:-1], -1)[first]
+            hidden = layer.rows_of(input_tensor(layer.hidden))
+            hidden = hidden.view(*value.shape[:-1], hidden.shape[-1])[first]
             selected = _logits(layer, _rechunk_rows(hidden, layout, dims, value), value.dtype)
     return user_tensor(kind, AliasRef(selected))
 
@@ -105,7 +106,7 @@ def _sequences(
             return None
         hidden = input_tensor(value) if layer is None else layer.rows_of(input_tensor(layer.hidden))
         refs = []
-        for index, sequence in select(hidden.view(*value.shape[:-1], -1)).items():
+        for index, sequence in select(hidden.view(*value.shape[:-1], hidden.shape[-1])).items():
             axis = layout.axis.selection(sequence.shape[0], sequence.numel(), policy)
             rows = leaf_value(sequence, 0, axis)
             ref = AliasRef(rows if layer is None else _logits(layer, rows, value.dtype))

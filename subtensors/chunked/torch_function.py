@@ -381,7 +381,7 @@ _METADATA_QUERIES = {torch.is_floating_point, torch.is_complex, torch.numel} | _
 
 _VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
-_READS_MEMORY = _methods(
+_READS_MEMORY = {torch.autograd.backward, torch.autograd.grad} | _methods(
     """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__ __iter__
     __contains__"""
 )

@@ -158,12 +158,15 @@ def test_a_part_of_a_number_has_a_gradient_of_its_own_until_the_backward_of_the_
     t = tensors()
     loss, z, total = losses(t)
     whole = torch.autograd.grad(total.realize(), t["w"], retain_graph=True)[0]  # type: ignore[attr-defined]
+    retained = torch.autograd.grad(z, t["w"], retain_graph=True)[0]
+    torch.autograd.grad(total, t["w"])
     with pytest.raises(st.RuleError, match=r"part of another one.*realize\(\)"):
-        z.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
     loss, z, total = losses(t)
     total.item()
     parts = [torch.autograd.grad(x, t["w"])[0] for x in (loss, z)]
     torch.testing.assert_close(parts[0] + 1e-2 * parts[1], whole)
+    torch.testing.assert_close(retained, parts[1])
 
 
 def test_what_the_parts_of_a_number_read_is_released_by_its_backward() -> None:
