@@ -112,7 +112,7 @@ class NumberRef(AliasRef):
         """Replace the value by that of a plain tensor, and return this."""
         value = constant(tensor)
         value.observed = self._value.observed
-        self.write(value)
+        self._value, self.writes = value, self.writes + 1
         return tensor
 
     def backward(self, grad: Tensor) -> None:

@@ -162,6 +162,17 @@ def a_part_after_a_backward_that_retains(c: Case) -> Tensor:
     return other
 
 
+def kept_beside_a_read_without_gradients(c: Case) -> Tensor:
+    z = c.logits()
+    total = F.cross_entropy(z, c.t) + 2 * z.logsumexp(-1).mean()
+    kept, half = total.detach(), total / 2
+    half.backward()
+    del total
+    with torch.no_grad():
+        st.chunk(c.h, rows=5)
+    return F.cross_entropy(c.logits(), c.t) * kept.clone()
+
+
 def one_logit(c: Case) -> None:
     torch.autograd.backward([c.logits()[3, 2]], inputs=[c.w])
     (c.h.grad,) = torch.autograd.grad(c.logits()[3, 2], [c.h])
@@ -176,6 +187,7 @@ SURROUNDED: list[Callable[[Case], Tensor | None]] = [
     a_part_of_stacked_losses,
     the_backward_of_a_function_of_it_and_its_own,
     a_part_after_a_backward_that_retains,
+    kept_beside_a_read_without_gradients,
     one_logit,
 ]
 
