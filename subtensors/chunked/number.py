@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 import torch
@@ -31,7 +32,12 @@ from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
-from subtensors.dispatch.torch_internals.autograd import has_saved_tensor_hooks, is_transforming, retains_graph
+from subtensors.dispatch.torch_internals.autograd import (
+    has_saved_tensor_hooks,
+    is_transforming,
+    retains_graph,
+    set_leaf_hooks,
+)
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
 aten = torch.ops.aten
@@ -194,6 +200,8 @@ class ChunkedNumber(LazyTensor):
         def plain(x: PyTree) -> PyTree:
             return _plain(x, is_read or (func is Tensor.cpu and _is_released(x))) if isinstance(x, ChunkedNumber) else x
 
+        if func is Tensor.requires_grad_ and not args[0].requires_grad:
+            return _as_leaf(args[0], func(*map(plain, args), **named))
         if func in _PARTS:
             inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
             # Before the numbers that they are part of, whose backward passes them then.
@@ -275,6 +283,16 @@ def _detached(x: PyTree) -> Tensor | None:
         return None
     UNSETTLED[weakref.ref(ref)] = None  # it may be all that the user keeps
     return number_tensor(ChunkedNumber, DetachedRef(ref), None)
+
+
+def _as_leaf(x: ChunkedNumber, leaf: Tensor) -> ChunkedNumber:
+    """Make a number stand for a plain leaf from now on, and return it."""
+    x._ref = ref = NumberRef(constant(leaf))
+    ref.user = weakref.ref(x)
+    with torch._C.DisableTorchFunctionSubclass():
+        x.requires_grad_(leaf.requires_grad)
+        set_leaf_hooks(x, OrderedDict({0: ref.backward}))
+    return x
 
 
 def _number_ref(x: ChunkedNumber) -> NumberRef:

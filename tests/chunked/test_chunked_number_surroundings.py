@@ -173,6 +173,18 @@ def kept_beside_a_read_without_gradients(c: Case) -> Tensor:
     return F.cross_entropy(c.logits(), c.t) * kept.clone()
 
 
+def a_detached_one_that_requires_grad(c: Case) -> Tensor:
+    loss = F.cross_entropy(c.logits(), c.t)
+    leaf = loss.detach()
+    leaf.requires_grad_()
+    assert leaf.requires_grad
+    assert leaf.is_leaf
+    (leaf * 3).exp().backward()
+    Doubled.apply(leaf).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return loss * leaf.grad + loss.detach().requires_grad_(False)
+
+
 def one_logit(c: Case) -> None:
     torch.autograd.backward([c.logits()[3, 2]], inputs=[c.w])
     (c.h.grad,) = torch.autograd.grad(c.logits()[3, 2], [c.h])
@@ -188,6 +200,7 @@ SURROUNDED: list[Callable[[Case], Tensor | None]] = [
     the_backward_of_a_function_of_it_and_its_own,
     a_part_after_a_backward_that_retains,
     kept_beside_a_read_without_gradients,
+    a_detached_one_that_requires_grad,
     one_logit,
 ]
 
