@@ -200,8 +200,6 @@ class ChunkedNumber(LazyTensor):
         def plain(x: PyTree) -> PyTree:
             return _plain(x, is_read or (func is Tensor.cpu and _is_released(x))) if isinstance(x, ChunkedNumber) else x
 
-        if func is Tensor.requires_grad_ and not args[0].requires_grad:
-            return _as_leaf(args[0], func(*map(plain, args), **named))
         if func in _PARTS:
             inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
             # Before the numbers that they are part of, whose backward passes them then.
@@ -210,7 +208,12 @@ class ChunkedNumber(LazyTensor):
                 plain(x)
         if any(isinstance(x, (list, tuple, dict)) for x in (*args, *named.values())):
             args, named = tree_map((args, named), plain)
-        return func(*map(plain, args), **{key: plain(x) for key, x in named.items()})
+        operands = [plain(x) for x in args]
+        out = func(*operands, **{key: plain(x) for key, x in named.items()})
+        first: PyTree = args[0] if args else None
+        if isinstance(first, ChunkedNumber) and out is operands[0] and out.requires_grad and not first.requires_grad:
+            return _replaced(first, out)  # by what was written to it, or asked of it
+        return out
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -285,12 +288,12 @@ def _detached(x: PyTree) -> Tensor | None:
     return number_tensor(ChunkedNumber, DetachedRef(ref), None)
 
 
-def _as_leaf(x: ChunkedNumber, leaf: Tensor) -> ChunkedNumber:
-    """Make a number stand for a plain leaf from now on, and return it."""
-    x._ref = ref = NumberRef(constant(leaf))
+def _replaced(x: ChunkedNumber, tensor: Tensor) -> ChunkedNumber:
+    """Make a number without a gradient stand for a plain tensor that requires grad, and return it."""
+    x._ref = ref = NumberRef(constant(tensor))
     ref.user = weakref.ref(x)
     with torch._C.DisableTorchFunctionSubclass():
-        x.requires_grad_(leaf.requires_grad)
+        x.requires_grad_()
         set_leaf_hooks(x, OrderedDict({0: ref.backward}))
     return x
 

@@ -185,6 +185,14 @@ def a_detached_one_that_requires_grad(c: Case) -> Tensor:
     return loss * leaf.grad + loss.detach().requires_grad_(False)
 
 
+def added_to_a_detached_one(c: Case) -> Tensor:
+    z = c.logits()
+    total = F.cross_entropy(z, c.t).detach()
+    total += z.logsumexp(-1).mean()
+    assert total.requires_grad
+    return total * 2
+
+
 def one_logit(c: Case) -> None:
     torch.autograd.backward([c.logits()[3, 2]], inputs=[c.w])
     (c.h.grad,) = torch.autograd.grad(c.logits()[3, 2], [c.h])
@@ -201,6 +209,7 @@ SURROUNDED: list[Callable[[Case], Tensor | None]] = [
     a_part_after_a_backward_that_retains,
     kept_beside_a_read_without_gradients,
     a_detached_one_that_requires_grad,
+    added_to_a_detached_one,
     one_logit,
 ]
 
