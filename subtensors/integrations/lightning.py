@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Protocol, cast
 
@@ -37,20 +37,31 @@ class LightningHooks:
         self.is_applied = False
 
     def setup(self, trainer: _LightningTrainer, pl_module: nn.Module, stage: str) -> None:
-        """Apply the options to the model, before it is wrapped by a strategy."""
+        """Apply the options once the module has made its model, before a strategy wraps it."""
         if self.is_applied:
             return
-        models = (m for m in pl_module.modules() if getattr(m, "get_output_embeddings", None) is not None)
-        model = next(models, None)
-        if model is None:
-            raise TypeError(f"{type(pl_module).__name__} holds no causal language model of transformers")
-        self.undo.callback(apply(model, **self.options).revert)  # type: ignore[call-overload]  # checked by it
         self.is_applied = True
+        restored = ExitStack()
+
+        def configure_model() -> None:
+            restored.close()
+            cast("Callable[[], None]", pl_module.configure_model)()
+            models = (m for m in pl_module.modules() if getattr(m, "get_output_embeddings", lambda: None)() is not None)
+            model = next(models, None)
+            if model is None:
+                raise TypeError(f"{type(pl_module).__name__} holds no causal language model of transformers")
+            self.undo.callback(apply(model, **self.options).revert)  # type: ignore[call-overload]  # checked by it
+
+        keep(pl_module, "configure_model", restored)
+        self.undo.callback(restored.close)
+        vars(pl_module)["configure_model"] = configure_model
 
     def on_train_start(self, trainer: _LightningTrainer, pl_module: nn.Module) -> None:
         """Make `gradient_clip_val` the optimizers' `max_norm`, so that gradients are clipped once, inside the step."""
         is_norm = str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "norm"
-        if not trainer.gradient_clip_val or not is_norm:
+        hook = getattr(type(pl_module), "configure_gradient_clipping", None)  # a module's own clips as it says
+        is_theirs = getattr(hook, "__qualname__", "").startswith("LightningModule.")
+        if not trainer.gradient_clip_val or not is_norm or not is_theirs:
             return
         if not all(isinstance(optimizer, Optimizer) for optimizer in trainer.optimizers):
             return

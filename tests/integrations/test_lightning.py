@@ -49,8 +49,15 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return self.package.AdamW(self.parameters(), lr=1e-2)
 
 
-def fitted(folder: Path, package: Any, callbacks: list[Any], dtype: Any = torch.float32, **options: Any) -> Any:
-    module = Module(package, dtype)
+def fitted(
+    folder: Path,
+    package: Any,
+    callbacks: list[Any],
+    dtype: Any = torch.float32,
+    kind: type[Module] = Module,
+    **options: Any,
+) -> Any:
+    module = kind(package, dtype)
     trainer = lightning.Trainer(
         **{"max_epochs": 2, "gradient_clip_val": CLIP, **options.pop("trainer", {})},
         accelerator="cpu",
@@ -140,5 +147,48 @@ def test_gradients_are_clipped_in_mixed_precision_which_lightning_alone_refuses(
 
 def test_a_module_without_a_causal_language_model_is_refused(tmp_path: Path) -> None:
     module = lightning.LightningModule()
+    callback().setup(None, module, "fit")
     with pytest.raises(TypeError, match="LightningModule holds no causal language model of transformers"):
-        callback().setup(None, module, "fit")
+        module.configure_model()
+    assert "configure_model" not in vars(module)
+
+
+class Late(Module):
+    """A module that makes its model in a hook, beside an encoder that comes first."""
+
+    def __init__(self, package: Any, dtype: torch.dtype) -> None:
+        super().__init__(package, dtype)
+        made, self.encoder = self.net, causal_lm().model
+        del self.net
+        self.make = lambda: setattr(self, "net", made)
+
+    def configure_model(self) -> None:
+        self.make()
+
+
+class LateInSetup(Late):
+    """The same in the other hook."""
+
+    def setup(self, stage: str) -> None:
+        self.make()
+
+    configure_model = Module.configure_model
+
+
+class ClipsLater(Module):
+    """A module that clips gradients from the second epoch on."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **options: Any) -> None:
+        if self.current_epoch:
+            super().configure_gradient_clipping(optimizer, *given, **options)
+
+
+@pytest.mark.parametrize("kind", [Late, LateInSetup, ClipsLater])
+def test_modules_that_make_their_model_or_clip_in_hooks_of_their_own_train_as_they_did(
+    kind: type[Module], tmp_path: Path
+) -> None:
+    ours, trainer = fitted(tmp_path, st.optim, [callback(loss={"rows": 4})], kind=kind)
+    theirs, _ = fitted(tmp_path, torch.optim, [], kind=kind)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.largest < 8 * 10 * VOCABULARY / 2 < theirs.largest
+    assert ("max_norm" in trainer.optimizers[0].param_groups[0]) == (kind is not ClipsLater)
