@@ -13,6 +13,7 @@ None, and attention causal by a flag.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -95,7 +96,8 @@ class ChunkedHead:
         self.has_labels = False
 
     def _before_head(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if self.has_labels or (head.training and torch.is_grad_enabled()):
+        is_read = self.has_labels or (head.training and torch.is_grad_enabled())
+        if is_read and args and args[0].ndim > 1:
             return (chunk(args[0], dim=-2, **self.division), *args[1:])  # type: ignore[arg-type]  # checked by it
         return None
 
@@ -112,12 +114,12 @@ class Body:
     """
 
     def __init__(self, body: nn.Module, length: Dim | None) -> None:
-        self.body = body
+        self.body, self.length = body, length
         self.replaced = vars(body).get("forward")
-        self.run: Bucketed[..., PyTree] | None = None
-        if length is not None:
-            names = [name for name in _PER_TOKEN if name in inspect.signature(self.plain).parameters]
-            self.run = bucketed(self.plain, {name: {1: length} for name in names})
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy of a model has buckets of its own."""
+        return {name: value for name, value in vars(self).items() if name != "run"}
 
     @classmethod
     def install(
@@ -127,6 +129,7 @@ class Body:
 
         Raises:
             TypeError: a body can't be told from the model, or has no layers of the class that transformers gives them.
+            ValueError: it has been put there already.
         """
         inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
         body: nn.Module = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
@@ -137,10 +140,13 @@ class Body:
                 f"compile= and buckets= take a model whose body has layers, and {type(model).__name__} hasn't"
             )
         forward = cls(body, length)
+        if isinstance(forward.replaced, Body):
+            raise ValueError(
+                f"the body of {type(model).__name__} is compiled or in buckets already; revert() that first"
+            )
         keep(body, "forward", undo)
         body.forward = forward
-        if forward.run is not None:
-            undo.callback(forward.run.release)
+        undo.callback(forward.release)
         for layer in [] if compiling is None else layers:
             keep(layer, "_compiled_call_impl", undo)
             layer.compile(**compiling or {})
@@ -150,6 +156,23 @@ class Body:
         """The forward that was there."""
         return self.replaced or MethodType(type(self.body).forward, self.body)
 
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """That of the class: a forward that a user put there may be one of any arguments."""
+        return inspect.signature(MethodType(type(self.body).forward, self.body))
+
+    @functools.cached_property
+    def run(self) -> Bucketed[..., PyTree]:
+        """The body in buckets."""
+        return bucketed(
+            self.plain, {name: {1: self.length} for name in _PER_TOKEN if name in self.signature.parameters}
+        )
+
+    def release(self) -> None:
+        """Give the memory of the buckets back."""
+        if "run" in vars(self):
+            self.run.release()
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the body."""
         if torch.compiler.is_compiling():
@@ -158,11 +181,12 @@ class Body:
             with torch.compiler.set_stance("force_eager"):
                 return self.plain(*args, **kwargs)
         kwargs["use_cache"] = False
-        if self.run is None or torch.is_grad_enabled():
+        if self.length is None or torch.is_grad_enabled():
             with recomputing_what_fuses():
                 return self.plain(*args, **kwargs)
-        given = inspect.signature(self.plain).bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
+        given = self.signature.bind(*args, **kwargs).arguments
+        others = next((x.name for x in self.signature.parameters.values() if x.kind is x.VAR_KEYWORD), "")
+        given.update(given.pop(others, {}))
         tokens = [given.get(name) for name in _PER_TOKEN]
         if tokens[0] is None or any(x is not None and (not isinstance(x, Tensor) or x.ndim != 2) for x in tokens):
             return self.plain(*args, **kwargs)

@@ -412,17 +412,59 @@ def test_a_whole_step_is_that_of_the_model_and_a_torch_optimizer() -> None:
     torch.testing.assert_close(*weights)
 
 
-@pytest.mark.parametrize("compile", [{"backend": "eager"}, "pointwise"], ids=["layers", "pointwise"])
-def test_models_are_copied_and_saved_with_what_was_applied(compile: Any) -> None:
+BUCKETS = {"buckets": st.Dim("seq", max=64, buckets=16)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compile": {"backend": "eager"}}, {"compile": "pointwise"}, BUCKETS],
+    ids=["layers", "pointwise", "buckets"],
+)
+def test_models_are_copied_and_saved_with_what_was_applied(options: dict[str, Any]) -> None:
     model = causal_lm()
-    apply(model, loss=ROWS, compile=compile)
+    apply(model, loss=ROWS, **options)
     found = values(model, own_loss, COUNT)
+    with torch.no_grad():
+        model(input_ids=IDS)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     others = copy.deepcopy(model), torch.load(file, weights_only=False)
     assert all(torch.equal(values(other, own_loss, COUNT), found) for other in others)
     assert all(measured(other, own_loss, COUNT)[1] < LOGITS / 2 for other in others)
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        for p in model.parameters():
+            p.zero_()
+        assert all(torch.equal(other(input_ids=IDS).logits, expected) for other in others)
+
+
+def test_a_body_whose_forward_a_user_replaced_runs_in_buckets() -> None:
+    model, calls = causal_lm().eval(), []
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    model.model.forward = forward
+    applied = apply(model, **BUCKETS)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    assert calls
+    assert [*model.model.forward.run.stats().buckets[0].sizes.values()] == [48]
+    applied.revert()
+    assert model.model.forward is forward
+
+
+def test_a_head_is_called_with_one_position_and_by_keyword() -> None:
+    model, hidden = causal_lm(), torch.ones(HIDDEN, requires_grad=True)
+    expected = model.lm_head(hidden)
+    apply(model)
+    torch.testing.assert_close(model.lm_head(hidden), expected)
+    torch.testing.assert_close(model.lm_head(input=hidden), expected)
 
 
 @pytest.mark.parametrize("compile", [False, "pointwise"], ids=["eager", "pointwise"])
@@ -521,3 +563,12 @@ def test_a_second_chunking_of_a_head_is_refused() -> None:
         apply(model)
     first.revert()
     apply(model).revert()
+
+
+def test_a_second_change_of_a_body_is_refused() -> None:
+    model = causal_lm()
+    first = apply(model, compile={"backend": "eager"})
+    with pytest.raises(ValueError, match=r"the body of LlamaForCausalLM is compiled or in buckets already; revert\(\)"):
+        apply(model, loss=None, **BUCKETS)
+    first.revert()
+    apply(model, **BUCKETS).revert()
