@@ -210,7 +210,12 @@ class Optimizers:
         return [group["params"] for opt in self.found for group in opt.param_groups]
 
     def _present_options(self) -> list[list[object]]:
-        return [_options(opt, group) for opt in self.found for group in opt.param_groups]
+        return [_options(opt, group) for opt, _, group in self._groups()]
+
+    def _groups(self) -> list[tuple[torch.optim.Optimizer, int, _Group]]:
+        """Return the groups that hold parameters, each with its optimizer and its place there."""
+        found = [(opt, *numbered) for opt in self.found for numbered in enumerate(opt.param_groups)]
+        return [(opt, index, group) for opt, index, group in found if group["params"]]
 
     def _values_read(self) -> list[tuple[object, ...]]:
         return [opt._updater.function.read_values() for opt in self.found if isinstance(opt, Optimizer)]
@@ -228,11 +233,10 @@ class Optimizers:
 
     def set_dynamic_scalars(self, to: DynamicScalars) -> None:
         """Pass the current dynamic scalars to a graph."""
-        for opt in self.found:
+        for opt, index, group in self._groups():
             if isinstance(opt, Optimizer) and opt._updater.is_fused:
-                for index, group in enumerate(opt.param_groups):
-                    _, numbers, hosts = step_signature(opt._updater, group, group["params"][0].device)
-                    to.set((id(opt), index), numbers, hosts)
+                _, numbers, hosts = step_signature(opt._updater, group, group["params"][0].device)
+                to.set((id(opt), index), numbers, hosts)
 
 
 def _options(opt: torch.optim.Optimizer, group: _Group) -> list[object]:

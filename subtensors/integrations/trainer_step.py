@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Protocol, cast
 
@@ -53,6 +53,10 @@ class Arguments(Protocol):
     torch_empty_cache_steps: int | None
 
 
+class _Callbacks(Protocol):
+    callbacks: list[object]
+
+
 class Trainer(Protocol):
     """The attributes of a `Trainer` that are read and set."""
 
@@ -61,9 +65,65 @@ class Trainer(Protocol):
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Callable[..., Optimizer], dict[str, object]] | None
     accelerator: Accelerator
+    callback_handler: _Callbacks
     current_gradient_accumulation_steps: int
     training_step: Callable[..., Tensor]
     compute_loss: Callable[..., object]
+
+
+class Clipping:
+    """A `clip_grad_norm_` that leaves gradients as they are: the norm it is asked for is `max_norm` of the step.
+
+    Args:
+        trainer: who asks.
+        is_in_step: whether an optimizer of `st.optim` is to clip; else the accelerator does.
+        options: of the optimizer, whose `max_norm` goes before the trainer's.
+    """
+
+    def __init__(self, trainer: Trainer, is_in_step: bool, options: Mapping[str, object]) -> None:
+        self.trainer, self.is_in_step, self.options = trainer, is_in_step, options
+        self.norm: Tensor | None = None
+        """That of gradients which a step has taken already."""
+
+    def install(self, undo: ExitStack) -> None:
+        """Put it in the place of the accelerator's own."""
+        accelerator = self.trainer.accelerator
+        self.plain = accelerator.clip_grad_norm_
+        keep(accelerator, "clip_grad_norm_", undo)
+        accelerator.clip_grad_norm_ = self
+        undo.callback(self._limit, None)
+
+    def optimizer(self) -> Optimizer | None:
+        """Return the optimizer of `st.optim` that the trainer has."""
+        found = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        return found if isinstance(found, Optimizer) else None
+
+    def tell(self, max_norm: float) -> bool:
+        """Make what the trainer asks for the optimizer's, if it is the one that clips."""
+        if is_told := self.is_in_step and self.optimizer() is not None:
+            self._limit(self.options.get("max_norm", max_norm if 0 < max_norm < float("inf") else None))
+        return is_told
+
+    def _limit(self, max_norm: object) -> None:
+        optimizer = self.optimizer() if self.is_in_step else None
+        for group in () if optimizer is None else optimizer.param_groups:
+            group["max_norm"] = max_norm
+
+    def __call__(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Return the norm of the gradients."""
+        if self.norm is not None:
+            return self.norm
+        if not self.tell(max_norm):
+            return self.plain(parameters, max_norm, norm_type)
+        accelerator = self.trainer.accelerator
+        if norm_type != 2 or str(accelerator.distributed_type) not in _PLAIN:
+            return self.plain(parameters, float("inf"), norm_type)
+        accelerator.unscale_gradients()
+        return total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+_PLAIN = ("DistributedType.NO", "DistributedType.MULTI_GPU", "DistributedType.MULTI_CPU")
+"""Where gradients are whole on each process, and the accelerator does no more than to clip."""
 
 
 class BucketedStep:
@@ -76,48 +136,53 @@ class BucketedStep:
         trainer: whose step it is.
         length: the dim of the sequence.
         is_compiled: whether the layers are compiled.
+        clipping: what the trainer asks for the norm, which is that of the step.
     """
 
-    def __init__(self, trainer: Trainer, length: Dim, is_compiled: bool) -> None:
-        self.trainer, self.length, self.is_compiled = trainer, length, is_compiled
-        self.plain, self.clip = trainer.training_step, trainer.accelerator.clip_grad_norm_
+    def __init__(self, trainer: Trainer, length: Dim, is_compiled: bool, clipping: Clipping) -> None:
+        self.trainer, self.length, self.is_compiled, self.clipping = trainer, length, is_compiled, clipping
+        self.plain = trainer.training_step
         self.run: Bucketed[..., tuple[Tensor, Tensor | None]] | None = None
         self.optimizer: Optimizer | None = None
-        self.sums: list[tuple[Tensor, Tensor]] = []
-        self.norm: Tensor | None = None
+        self.sums: dict[Tensor, Tensor] = {}
         self.said = ""
 
     def install(self, undo: ExitStack) -> None:
-        """Put it in the place of the trainer's own, and make the norm that is logged that of the step."""
+        """Put it in the place of the trainer's own."""
         keep(self.trainer, "training_step", undo)
         self.trainer.training_step = self
-        keep(self.trainer.accelerator, "clip_grad_norm_", undo)
-        self.trainer.accelerator.clip_grad_norm_ = self._norm
         undo.callback(self.release)
 
     def release(self) -> None:
         """Give the memory of graphs and gradients back."""
         if self.run is not None:
             self.run.release()
-        self.run, self.optimizer, self.sums = None, None, []
+        self.run, self.optimizer, self.sums, self.clipping.norm = None, None, {}, None
 
-    def reason(self, optimizer: object, tokens: object) -> str:
+    def reason(self, optimizer: Optimizer | None, tokens: object) -> str:
         """Return why the trainer's own step is taken; empty if the whole step is."""
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         kind = type(trainer)
         base = next((cls for cls in kind.__mro__ if cls.__module__ == "transformers.trainer"), object)
-        methods = {"training_step": self.plain, "compute_loss": trainer.compute_loss}
+        methods = {"training_step": self.plain, **{name: getattr(trainer, name, None) for name in _IN_A_STEP}}
         own = [name for name, f in methods.items() if getattr(f, "__func__", None) is not vars(base).get(name)]
         if own:
             return f"{kind.__name__} has a {' and a '.join(own)} of its own"
         reasons = {
             "the layers are compiled, at lengths of their own": self.is_compiled,
-            "the optimizer is none of st.optim": not isinstance(optimizer, Optimizer),
+            "the optimizer is none of st.optim": optimizer is None,
             "a graph would hold the learning rate of a matrix optimizer": isinstance(optimizer, MatrixOptimizer),
             "the optimizer accumulates gradients itself": getattr(optimizer, "defaults", {}).get("accumulate", 1) != 1,
-            "the trainer clips gradients between backward and step": args.max_grad_norm,
+            "the trainer clips gradients between backward and step": (
+                args.max_grad_norm and not self.clipping.is_in_step
+            ),
             "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO",
             "a GradScaler asks the device whether to step": accelerator.scaler is not None,
+            "a callback looks at gradients between backward and step": any(
+                getattr(callback, name).__module__ != "transformers.trainer_callback"
+                for callback in trainer.callback_handler.callbacks
+                for name in ("on_pre_optimizer_step", "on_optimizer_step")
+            ),
             "torch_empty_cache_steps frees memory within a step": args.torch_empty_cache_steps is not None,
             "a batch has no input_ids, (batch, length)": not isinstance(tokens, Tensor) or tokens.ndim != 2,
         }
@@ -125,10 +190,10 @@ class BucketedStep:
 
     def __call__(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Take a step, or add a batch's gradients to those of the step, and return the loss."""
-        trainer, self.norm = self.trainer, None
-        optimizer = cast(Optimizer, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
-        ids = cast(Tensor, inputs.get("input_ids"))
-        if reason := self.reason(optimizer, ids):
+        trainer, clipping, optimizer = self.trainer, self.clipping, self.clipping.optimizer()
+        ids = cast(Tensor, inputs.get("input_ids") if isinstance(inputs, Mapping) else None)  # GRPO has lists
+        clipping.norm = None
+        if (reason := self.reason(optimizer, ids)) or optimizer is None:
             if reason != self.said:
                 _log.warning("buckets= are for evaluation alone: %s", reason)
                 self.said = reason
@@ -138,6 +203,7 @@ class BucketedStep:
             self.run = bucketed(_program(self.plain, model, optimizer), {"tokens": {1: self.length}})
             self.optimizer = optimizer
         passes, is_last = trainer.current_gradient_accumulation_steps, trainer.accelerator.sync_gradients
+        clipping.tell(trainer.args.max_grad_norm)
         if passes > 1:
             self._accumulate(model)
         for part in (model, optimizer):  # before the program does: its state is watched
@@ -145,30 +211,29 @@ class BucketedStep:
                 train()
         tokens = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.shape[1:2] == ids.shape[1:]}
         rest = {name: x for name, x in inputs.items() if name not in tokens}
-        loss, self.norm = self.run(tokens, rest, num_items_in_batch, passes, is_last)
+        loss, clipping.norm = self.run(tokens, rest, num_items_in_batch, passes, is_last)
         if passes > 1 and is_last:
             model.zero_grad()
         return loss
 
     def _accumulate(self, model: nn.Module) -> None:
         """Give parameters that have no gradients zeros to add to, the same memory each time."""
-        if not self.sums:
-            self.sums = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
-        empty = [(p, total) for p, total in self.sums if p.grad is None]
+        empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+        self.sums.update({p: torch.zeros_like(p) for p in empty if p not in self.sums})
         if empty:
-            torch._foreach_zero_([total for _, total in empty])
-        for p, total in empty:
-            p.grad = total
+            torch._foreach_zero_([self.sums[p] for p in empty])
+        for p in empty:
+            p.grad = self.sums[p]
 
-    def _norm(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
-        return self.clip(parameters, max_norm, norm_type) if self.norm is None else self.norm
+
+_IN_A_STEP = ("compute_loss", "compute_loss_context_manager", "_prepare_inputs", "_prepare_input")
+"""The trainer's methods that are called in a step, and not in a replay."""
 
 
 def _program(
     plain: Callable[..., Tensor], model: nn.Module, optimizer: Optimizer
 ) -> Callable[[Inputs, Inputs, Tensor | int | None, int, bool], tuple[Tensor, Tensor | None]]:
     """Return the program of a step, of a batch to its loss and, where it is the step's last, the gradients' norm."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     backward = weakref.WeakMethod(plain)  # what the trainer's loop counts is not watched as the program's state
 
     def training_step(
@@ -177,7 +242,7 @@ def _program(
         loss = cast("Callable[..., Tensor]", backward())(model, {**tokens, **rest}, num_items_in_batch)
         if not is_last:
             return loss, None
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total_norm([p.grad for p in model.parameters() if p.grad is not None])
         optimizer.step()
         if passes == 1:
             optimizer.zero_grad()

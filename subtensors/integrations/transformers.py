@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend
 
 from subtensors import optim
@@ -17,11 +17,10 @@ from subtensors.chunked.chunked_tensor import chunk
 from subtensors.integrations.causal_lm import Body, ChunkedHead, output_head, prefer_attention
 from subtensors.integrations.pointwise import compile_pointwise
 from subtensors.integrations.token_scores import TokenScores
-from subtensors.integrations.trainer_step import Accelerator, Arguments, BucketedStep, Trainer
+from subtensors.integrations.trainer_step import Arguments, BucketedStep, Clipping, Trainer
 from subtensors.integrations.undo import keep
-from subtensors.lists.norms import total_norm
 from subtensors.optim.algorithms.muon import with_adamw
-from subtensors.optim.optimizer import Optimizer
+from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.sizes.dims import Dim
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -190,10 +189,10 @@ def apply_to_trainer(
     """Make a `transformers.Trainer`, or one of its kind, train and evaluate as `apply` says.
 
     The trainer makes the optimizer, with its own groups, from `learning_rate`, and from `adam_beta1`, `adam_beta2` and
-    `adam_epsilon` where these were changed; its checkpoints hold the state. `max_grad_norm` becomes the optimizer's
-    `max_norm`, so that gradients are clipped once, inside the step; the norm is logged as before. With `buckets` a
-    training step is one program of `st.bucketed`, too, or one line of the log says why not. TRL's trainers for SFT, DPO
-    and GRPO, which score tokens without calling the head, then do so by chunks of the model's own logits.
+    `adam_epsilon` where these were changed; its checkpoints hold the state. `max_grad_norm` is the optimizer's
+    `max_norm` in each step, so that gradients are clipped once, inside it; the norm is logged as before. With `buckets`
+    a training step is one program of `st.bucketed`, too, or one line of the log says why not. TRL's trainers for SFT,
+    DPO and GRPO, which score tokens without calling the head, then do so by chunks of the model's own logits.
 
     Args:
         trainer: one that has made no optimizer yet.
@@ -226,44 +225,50 @@ def apply_to_trainer(
             "run a process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES=0"
         )
     changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
-    applied: Applied[None]
+    undo, of_model = ExitStack(), ExitStack()
+
+    def change(model: nn.Module) -> None:
+        of_model.close()
+        of_model.callback(apply(model, None, **changes).revert)
+
+    class Made(torch.optim.Optimizer):
+        """The class that a trainer asks for: it makes what the trainer's model and arguments then say."""
+
+        def __new__(cls, params: Params, **given: object) -> Optimizer:  # type: ignore[misc]
+            make = _optimizer(cast("str | type[Optimizer]", optimizer), trainer.model, output_head(trainer.model))
+            return make(params, **{**_trainer_options(make, trainer.args), **given})
+
     if optimizer is None:
         changes.update(options)  # which it refuses
-        applied = apply(trainer.model, None, **changes)
+    elif trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
     else:
-        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-            raise ValueError("the trainer has an optimizer already; give it none, or apply_to_trainer no name of one")
-        make = _optimizer(optimizer, trainer.model, output_head(trainer.model))
-        given = {**_trainer_options(make, trainer.args), **options}
-        make([p for p in trainer.model.parameters() if p.requires_grad], **given)  # refuses now what would fail later
-        applied = apply(trainer.model, None, **changes)
-        keep(trainer, "optimizer_cls_and_kwargs", applied._undo)
-        trainer.optimizer_cls_and_kwargs = (make, given)
-        if given.get("max_norm") is not None:
-            keep(trainer.args, "max_grad_norm", applied._undo)
-            trainer.args.max_grad_norm = 0.0
-            keep(trainer.accelerator, "clip_grad_norm_", applied._undo)
-            trainer.accelerator.clip_grad_norm_ = _reading_norm(trainer.accelerator)
+        Made([p for p in trainer.model.parameters() if p.requires_grad], **options)  # what would fail later
+    change(trainer.model)
+    undo.callback(of_model.close)
+    _follow(trainer, "call_model_init", change, undo)
+    clipping = Clipping(trainer, optimizer is not None and options.get("max_norm", 0.0) is not None, options)
+    clipping.install(undo)
+    _follow(trainer, "create_accelerator_and_postprocess", lambda _: clipping.install(undo), undo)
+    if optimizer is not None:
+        keep(trainer, "optimizer_cls_and_kwargs", undo)
+        trainer.optimizer_cls_and_kwargs = (Made, options)
     if buckets is not None:
-        BucketedStep(trainer, buckets, bool(compile)).install(applied._undo)
-    return applied
+        BucketedStep(trainer, buckets, bool(compile), clipping).install(undo)
+    return Applied(None, undo)
 
 
-def _reading_norm(accelerator: Accelerator) -> Callable[..., Tensor]:
-    """Make a `clip_grad_norm_` that writes no gradients where no norm is too large."""
-    clip = accelerator.clip_grad_norm_
+def _follow(trainer: Trainer, name: str, then: Callable[[Any], None], undo: ExitStack) -> None:
+    """Call a function with what a trainer's method returns, such as the model of a new trial."""
+    method = getattr(trainer, name)
 
-    def norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        if max_norm != float("inf") or norm_type != 2 or str(accelerator.distributed_type) not in _PLAIN:
-            return clip(parameters, max_norm, norm_type)
-        accelerator.unscale_gradients()
-        return total_norm([p.grad for p in parameters if p.grad is not None])
+    def followed(*args: object, **kwargs: object) -> object:
+        result = method(*args, **kwargs)
+        then(result)
+        return result
 
-    return norm
-
-
-_PLAIN = ("DistributedType.NO", "DistributedType.MULTI_GPU", "DistributedType.MULTI_CPU")
-"""Where gradients are whole on each process, and the accelerator does no more than to clip."""
+    keep(trainer, name, undo)
+    setattr(trainer, name, followed)
 
 
 def _trainer_options(make: Callable[..., Optimizer], arguments: Arguments) -> dict[str, object]:

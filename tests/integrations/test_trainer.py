@@ -158,13 +158,77 @@ def test_gradients_are_clipped_once_and_their_norm_is_logged(tmp_path: Path, mon
     trainer.train()
     assert clipped == []
     assert {group["max_norm"] for group in trainer.optimizer.param_groups} == {0.05}
-    assert trainer.args.max_grad_norm == 0
+    assert trainer.args.max_grad_norm == 0.05
     assert min(norms) > 0.05
     assert logged(trainer, "grad_norm") == pytest.approx([float(norm) for norm in norms])
     applied.revert()
     assert trainer.args.max_grad_norm == 0.05
     assert "clip_grad_norm_" not in vars(trainer.accelerator)
     assert trainer.optimizer_cls_and_kwargs is None
+
+
+@pytest.mark.parametrize("clip", [0.02, 0.0])
+def test_what_the_arguments_of_a_trainer_say_when_it_trains_counts(clip: float, tmp_path: Path) -> None:
+    trainers = [trainer_in(tmp_path, save_strategy="no", max_steps=3) for _ in range(2)]
+    apply_to_trainer(trainers[0], "adamw")
+    for trainer in trainers:
+        trainer.args.learning_rate, trainer.args.adam_beta2, trainer.args.max_grad_norm = 3e-3, 0.9, clip
+        trainer.train()
+    for name in ("loss", "grad_norm", "learning_rate"):
+        torch.testing.assert_close(logged(trainers[0], name), logged(trainers[1], name), rtol=1e-4, atol=0)
+    torch.testing.assert_close(*map(weights, trainers), rtol=1e-3, atol=1e-5)
+    assert trainers[0].optimizer.param_groups[0]["max_norm"] == (clip or None)
+
+
+def test_a_run_that_resumes_clips_as_its_own_arguments_say(tmp_path: Path) -> None:
+    ends = []
+    for ours in (True, False):
+        for clip in (0.05, 1e-3):
+            trainer = trainer_in(tmp_path, torch.float64, max_grad_norm=clip)
+            applied = apply_to_trainer(trainer, "adamw") if ours else None
+            trainer.train(resume_from_checkpoint=None if clip == 0.05 else str(tmp_path / f"checkpoint-{STEPS // 2}"))
+        ends.append(weights(trainer))
+        assert torch.load(tmp_path / f"checkpoint-{STEPS}/training_args.bin", weights_only=False).max_grad_norm == clip
+        if applied:
+            assert {group["max_norm"] for group in trainer.optimizer.param_groups} == {1e-3}
+            applied.revert()
+            assert {group["max_norm"] for group in trainer.optimizer.param_groups} == {None}
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_model_of_each_training_of_a_trainer_with_model_init_is_changed(optimizer: str, tmp_path: Path) -> None:
+    given = trainer_in(tmp_path, save_strategy="no", max_steps=2)
+    trainer = transformers.Trainer(model_init=lambda: causal_lm(), args=given.args, train_dataset=Rows())
+    first = trainer.model
+    applied = apply_to_trainer(trainer, optimizer)
+    trainer.train()
+    assert trainer.model is not first
+    assert len(trainer.model.get_output_embeddings()._forward_pre_hooks) == 1
+    assert not first.get_output_embeddings()._forward_pre_hooks
+    trainer.create_accelerator_and_postprocess()  # as a search over hyperparameters does
+    assert "clip_grad_norm_" in vars(trainer.accelerator)
+    applied.revert()
+    assert not trainer.model.get_output_embeddings()._forward_pre_hooks
+    assert not {"clip_grad_norm_"} & {*vars(trainer.accelerator)}
+    assert not {"call_model_init", "create_accelerator_and_postprocess"} & {*vars(trainer)}
+
+
+def test_a_trainer_that_makes_another_optimizer_clips_as_it_did(tmp_path: Path) -> None:
+    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            return self.optimizer
+
+    ends = []
+    for ours in (True, False):
+        given = trainer_in(tmp_path, save_strategy="no", max_steps=2)
+        trainer = Own(model=given.model, args=given.args, train_dataset=Rows())
+        if ours:
+            apply_to_trainer(trainer, "adamw")
+        trainer.train()
+        ends.append(weights(trainer))
+    torch.testing.assert_close(*ends)
 
 
 def test_options_given_go_before_those_of_the_trainer(tmp_path: Path) -> None:

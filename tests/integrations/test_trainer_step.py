@@ -40,7 +40,7 @@ def collate(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def trainer_in(folder: Path, kind: Any = transformers.Trainer, **arguments: Any) -> Any:
+def trainer_in(folder: Path, kind: Any = transformers.Trainer, callback: Any = None, **arguments: Any) -> Any:
     transformers.set_seed(0)
     given = transformers.TrainingArguments(
         **{
@@ -61,6 +61,8 @@ def trainer_in(folder: Path, kind: Any = transformers.Trainer, **arguments: Any)
     )
     out = kind(model=causal_lm(), args=given, train_dataset=Rows(), eval_dataset=Rows(), data_collator=collate)
     out.remove_callback(transformers.PrinterCallback)
+    if callback is not None:
+        out.add_callback(callback)
     return out
 
 
@@ -135,8 +137,61 @@ class Counting(transformers.Trainer):  # type: ignore[misc, name-defined]
         return super().compute_loss(*args, **kwargs)
 
 
+class Preparing(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Another."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+
+class Scaling(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Changes gradients before the step."""
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        for p in model.parameters():
+            p.grad.mul_(0.1)
+
+
+class Freezing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Trains the embedding up to a step, or from one."""
+
+    def __init__(self, is_first: bool) -> None:
+        self.is_first = is_first
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        model.get_input_embeddings().weight.requires_grad_((state.global_step < 4) == self.is_first)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("is_first", [True, False], ids=["frozen", "unfrozen"])
+def test_parameters_that_are_frozen_during_training_stay_and_the_norm_is_of_the_others(
+    is_first: bool, passes: int, tmp_path: Path
+) -> None:
+    trainers = [trainer_in(tmp_path, gradient_accumulation_steps=passes, max_steps=8) for _ in range(2)]
+    apply_to_trainer(trainers[0], "adamw", buckets=SEQ)
+    for trainer in trainers:
+        trainer.add_callback(Freezing(is_first))
+        trainer.train()
+    torch.testing.assert_close(*map(logged, trainers), rtol=1e-4, atol=0)
+    assert trainers[0].training_step.run.stats().calls == 8 * passes
+
+
+def test_a_step_whose_groups_are_empty_but_one_is_a_replay(tmp_path: Path) -> None:
+    trainers = [trainer_in(tmp_path, max_steps=6) for _ in range(2)]
+    apply_to_trainer(trainers[0], "adamw", buckets=SEQ)
+    for trainer in trainers:
+        for p in trainer.model.parameters():
+            p.requires_grad_(p.ndim > 1)
+        trainer.train()
+    assert [len(group["params"]) > 0 for group in trainers[0].optimizer.param_groups] == [True, False]
+    torch.testing.assert_close(*map(logged, trainers), rtol=1e-4, atol=0)
+    assert trainers[0].training_step.run.stats().hits > 0
+
+
 PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a loss of its own": ({"kind": Counting}, {"optimizer": "adamw"}, "Counting has a compute_loss of its own"),
+    "inputs of its own": ({"kind": Preparing}, {"optimizer": "adamw"}, "Preparing has a _prepare_inputs of its own"),
+    "a callback": ({"callback": Scaling()}, {"optimizer": "adamw"}, "a callback looks at gradients"),
     "compiled": ({}, {"optimizer": "adamw", "compile": {"backend": "eager"}}, "layers are compiled"),
     "another optimizer": ({}, {}, "none of st.optim"),
     "whole matrices": ({}, {"optimizer": "muon"}, "learning rate of a matrix optimizer"),

@@ -255,3 +255,10 @@ def test_a_head_in_float32_is_left_to_trl(tmp_path: Path) -> None:
     assert trainer.model.forward == forward
     apply_to_trainer(trainer, "adamw", loss=None)
     assert trainer.model.forward == forward
+
+
+def test_a_trainer_whose_batches_are_lists_takes_its_own_steps_with_buckets(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path)
+    apply_to_trainer(trainer, "adamw", buckets=st.Dim("seq", max=64, buckets=16))
+    trainer.train()
+    assert "GRPOTrainer has a training_step" in trainer.training_step.said

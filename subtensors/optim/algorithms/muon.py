@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Unpack, cast
@@ -255,8 +254,8 @@ _OF_MUON = {
 _adamw = fused(single_tensor_step(AdamW))
 
 
-def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
-    """Return the class of the optimizer that gives the matrices of a model's layers to Muon, and all else to AdamW.
+def with_adamw(model: nn.Module, head: nn.Module) -> Callable[..., MuonAdamW]:
+    """Return a function that makes an optimizer: Muon for the matrices of a model's layers, AdamW for all else.
 
     Args:
         model: whose parameters the groups hold.
@@ -265,18 +264,14 @@ def with_adamw(model: nn.Module, head: nn.Module) -> type[MuonAdamW]:
     outer = [module for module in model.modules() if module is head or isinstance(module, nn.Embedding)]
     inner = {id(p) for p in model.parameters() if p.ndim == 2} - {id(p) for m in outer for p in m.parameters()}
 
-    class MuonOfLayers(MuonAdamW):
-        """The class that makes it: a trainer asks for one, and calls it with groups of its own."""
+    @functools.wraps(MuonAdamW)
+    def of_layers(params: Params, **options: Any) -> MuonAdamW:
+        parts = [*_split(params, inner)]
+        if not any(part["use_muon"] for part in parts):
+            raise ValueError("none of the parameters is a matrix of the model's layers, for Muon: take AdamW")
+        return MuonAdamW(parts, **options)
 
-        __signature__ = inspect.signature(MuonAdamW)
-
-        def __new__(cls, params: Params, **options: Any) -> MuonAdamW:  # type: ignore[misc]  # which can be pickled
-            parts = [*_split(params, inner)]
-            if not any(part["use_muon"] for part in parts):
-                raise ValueError("none of the parameters is a matrix of the model's layers, for Muon: take AdamW")
-            return MuonAdamW(parts, **options)
-
-    return MuonOfLayers
+    return of_layers
 
 
 def _split(params: Params, matrices: Collection[int]) -> Iterator[ParamGroup]:
