@@ -98,10 +98,17 @@ class Clipping:
         found = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         return found if isinstance(found, Optimizer) else None
 
+    def is_watched(self) -> bool:
+        """Return whether a callback looks at gradients that the trainer clipped."""
+        names = "on_pre_optimizer_step", "on_optimizer_step"
+        hooks = [getattr(callback, name) for callback in self.trainer.callback_handler.callbacks for name in names]
+        return any(hook.__module__ != "transformers.trainer_callback" for hook in hooks)
+
     def tell(self, max_norm: float) -> bool:
         """Make what the trainer asks for the optimizer's, if it is the one that clips."""
-        if is_told := self.is_in_step and self.optimizer() is not None:
-            self._limit(self.options.get("max_norm", max_norm if 0 < max_norm < float("inf") else None))
+        is_told = self.is_in_step and self.optimizer() is not None and not self.is_watched()
+        asked = self.options.get("max_norm", max_norm if 0 < max_norm < float("inf") else None)
+        self._limit(asked if is_told else None)
         return is_told
 
     def _limit(self, max_norm: object) -> None:
@@ -114,7 +121,7 @@ class Clipping:
         if self.norm is not None:
             return self.norm
         if not self.tell(max_norm):
-            return self.plain(parameters, max_norm, norm_type)
+            return self.plain(parameters, self.options.get("max_norm") or max_norm, norm_type)
         accelerator = self.trainer.accelerator
         if norm_type != 2 or str(accelerator.distributed_type) not in _PLAIN:
             return self.plain(parameters, float("inf"), norm_type)
@@ -178,11 +185,7 @@ class BucketedStep:
             ),
             "processes exchange gradients": str(accelerator.distributed_type) != "DistributedType.NO",
             "a GradScaler asks the device whether to step": accelerator.scaler is not None,
-            "a callback looks at gradients between backward and step": any(
-                getattr(callback, name).__module__ != "transformers.trainer_callback"
-                for callback in trainer.callback_handler.callbacks
-                for name in ("on_pre_optimizer_step", "on_optimizer_step")
-            ),
+            "a callback looks at gradients between backward and step": self.clipping.is_watched(),
             "torch_empty_cache_steps frees memory within a step": args.torch_empty_cache_steps is not None,
             "a batch has no input_ids, (batch, length)": not isinstance(tokens, Tensor) or tokens.ndim != 2,
         }

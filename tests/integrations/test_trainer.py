@@ -150,11 +150,9 @@ def test_gradients_are_clipped_once_and_their_norm_is_logged(tmp_path: Path, mon
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **kwargs: clipped.append(args))
     norms: list[Tensor] = []
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            norms.append(st.total_norm([p.grad for p in trainer.model.parameters()]))
-
-    trainer.add_callback(Watch())
+    trainer.create_optimizer().register_step_pre_hook(
+        lambda *given: norms.append(st.total_norm([p.grad for p in trainer.model.parameters()]))
+    )
     trainer.train()
     assert clipped == []
     assert {group["max_norm"] for group in trainer.optimizer.param_groups} == {0.05}
@@ -229,6 +227,24 @@ def test_a_trainer_that_makes_another_optimizer_clips_as_it_did(tmp_path: Path) 
         trainer.train()
         ends.append(weights(trainer))
     torch.testing.assert_close(*ends)
+
+
+def test_a_callback_finds_gradients_that_are_clipped_and_may_change_them(tmp_path: Path) -> None:
+    class Scaling(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            norms.append(float(st.total_norm([p.grad for p in model.parameters()])))
+            for p in model.parameters():
+                p.grad.mul_(3)
+
+    trainers, norms = [trainer_in(tmp_path, save_strategy="no", max_steps=3, learning_rate=1.0) for _ in range(2)], []
+    apply_to_trainer(trainers[0], "sgd")
+    trainers[1].optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 1.0})
+    for trainer in trainers:
+        trainer.add_callback(Scaling())
+        trainer.train()
+    assert norms == pytest.approx([0.05] * 6, rel=1e-3)
+    torch.testing.assert_close(*map(weights, trainers), rtol=1e-4, atol=1e-6)
+    assert logged(trainers[0], "grad_norm") == pytest.approx(logged(trainers[1], "grad_norm"), rel=1e-4)
 
 
 def test_options_given_go_before_those_of_the_trainer(tmp_path: Path) -> None:
