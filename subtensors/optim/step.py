@@ -138,8 +138,6 @@ class Updater:
         ):
             return known.batches
         self.refuse_sparse(grads)
-        if known is not None and not known.has_params(params):
-            self.forget()
         with gc_paused():
             entries = needed_entries(optimizer, group)
             kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)

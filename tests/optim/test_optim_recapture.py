@@ -67,6 +67,19 @@ def test_replacing_a_parameter_recaptures_the_step(device: str) -> None:
     assert pair.capture.reasons == {"the parameters of group 0 were replaced": 1}
 
 
+def test_replacing_a_parameter_of_a_later_group_recaptures_the_step(device: str) -> None:
+    pair = Pair(device)
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params.append(nn.Parameter(torch.ones(6, device=device)))
+        opt.add_param_group({"params": [params[-1]], "lr": 0.5})
+    pair.step()
+    for params, opt in zip(pair.params, pair.both, strict=True):
+        params[-1] = opt.param_groups[1]["params"][0] = nn.Parameter(torch.full((2,), 2.0, device=device))
+    pair.step()
+    pair.assert_equal()
+    assert pair.capture.reasons == {"the parameters of group 1 were replaced": 1}
+
+
 def test_moving_a_parameter_recaptures_the_step_and_leaves_the_old_memory_unwritten(device: str) -> None:
     pair = Pair(device)
     pair.step()
