@@ -97,16 +97,21 @@ class Updater:
         gradients = self.gradients(groups)
         batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
         prelude = None
-        if any(group.get("max_norm") is not None for group in groups):
-            pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
-            prelude = self.norm.take(pairs, self.is_fused)
         dynamic = current_scalars()
-        for index, group in enumerate(groups):
-            if dynamic is not None:
-                dynamic.source = id(optimizer), index
-            for batch in batches[index]:
-                self._update_batch(optimizer, group, batch, gradients[index], prelude)
-                prelude = None
+        try:
+            if any(group.get("max_norm") is not None for group in groups):
+                pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
+                prelude = self.norm.take(pairs, self.is_fused)
+            for index, group in enumerate(groups):
+                if dynamic is not None:
+                    dynamic.source = id(optimizer), index
+                for batch in batches[index]:
+                    self._update_batch(optimizer, group, batch, gradients[index], prelude)
+                    prelude = None
+        except RuntimeError:
+            for grads in gradients:
+                self.refuse_sparse(grads)
+            raise
         if dynamic is not None:
             dynamic.source = None
 
@@ -220,14 +225,10 @@ class Updater:
             self.values(group, batch.kind.device),
         )
         function = self.function if not batch.reduces_shards else self._shard_function(batch.kind.sharding)
-        try:
-            function.run(call, prelude)
-            if batch.sees_shards:
-                # The step wrote the local shards; autograd must be told that the DTensors were written.
-                torch.autograd.graph.increment_version(batch.params)
-        except RuntimeError:
-            self.refuse_sparse(grads)
-            raise
+        function.run(call, prelude)
+        if batch.sees_shards:
+            # The step wrote the local shards; autograd must be told that the DTensors were written.
+            torch.autograd.graph.increment_version(batch.params)
 
     def _shard_function(self, sharding: Sharding | None) -> FusedFunction:
         """The step function for shards that depend on each other."""

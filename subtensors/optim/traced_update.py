@@ -52,6 +52,8 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
         maximize: bool,
         hyperparameters: StepValues,
     ) -> None:
+        if g.layout is not torch.strided:
+            raise RuntimeError("a gradient is sparse")  # before anything is written
         targets: tuple[Stored | None, ...] = (p if master is None else master, *entries)
         values = [None if t is None else _working_tensor(t, must_copy=found_inf is not None) for t in targets]
         w, *states, average = values

@@ -207,14 +207,21 @@ def test_sparse_gradients_are_refused_with_what_to_do() -> None:
         st.optim.SGD(table.parameters()).step()
 
 
-def test_a_gradient_that_turns_sparse_is_refused_too() -> None:
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("change", [{}, {"maximize": True}], ids=["alone", "with an option"])
+def test_a_gradient_that_turns_sparse_is_refused_too_and_changes_nothing(
+    change: dict[str, Any], max_norm: float | None
+) -> None:
     (p,) = ones(1)
-    optimizer = st.optim.SGD([p])
+    optimizer = st.optim.SGD([p], momentum=0.5, max_norm=max_norm)
     optimizer.step()
     optimizer.step()
+    before = [t.clone() for t in (p, optimizer.state[p]["momentum_buffer"])]
     p.grad = torch.ones(1).to_sparse()
+    optimizer.param_groups[0].update(change)
     with pytest.raises(RuntimeError, match=r"parameter 0 .*sparse_coo.*SparseAdam"):
         optimizer.step()
+    assert [p, optimizer.state[p]["momentum_buffer"]] == before
 
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
