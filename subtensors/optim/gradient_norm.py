@@ -113,8 +113,8 @@ class _Sweep(Recordable):
 
     def __init__(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> None:
         self.batches, self.seed, self.device = batches, total, total.device
-        self.dtypes = [g.dtype for g in gradients]
-        self.grid = GradNormGrid([g.numel() for g in gradients], self.dtypes, self.device, total)
+        self.dtypes, self.sizes = [g.dtype for g in gradients], list(map(Tensor.numel, gradients))
+        self.grid = GradNormGrid(self.sizes, self.dtypes, self.device, total)
         self._guard: AddressSnapshot | None = None
         self._table = total
         self._is_followed = False
@@ -122,8 +122,13 @@ class _Sweep(Recordable):
         """Copies that the next launch reads."""
 
     def fits(self, batches: list[Batch], gradients: list[Tensor], total: Tensor) -> bool:
-        """Return whether this kernel was built for these batches, gradient dtypes and total."""
-        return are_same(batches, self.batches) and total is self.seed and [g.dtype for g in gradients] == self.dtypes
+        """Return whether this kernel was built for these batches and this total, and gradients of these sizes."""
+        return (
+            are_same(batches, self.batches)
+            and total is self.seed
+            and [g.dtype for g in gradients] == self.dtypes
+            and list(map(Tensor.numel, gradients)) == self.sizes
+        )
 
     def as_prelude(self, table: int, workspace: int) -> FusedGradNorm | None:
         """The launch of a recording, if the next one may be merged with it; else None."""

@@ -102,6 +102,18 @@ def test_the_norm_is_that_of_all_groups_and_dtypes_together(device: str) -> None
         torch.testing.assert_close(p.detach().to(wide), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_the_norm_is_that_of_a_gradient_whose_size_changes_with_its_parameter(device: str) -> None:
+    p = Parameter(torch.ones(6, 2, device=device))
+    optimizer = st.optim.SGD([p], lr=1.0, max_norm=1.0)
+    for rows in (6, 3, 8):
+        p.grad = None
+        p.data = torch.ones(rows, 2, device=device)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), torch.full_like(p, 1 - (2 * rows) ** -0.5))
+
+
 def test_groups_may_be_clipped_to_several_norms_or_not_at_all() -> None:
     params = ones(3)
     optimizer = st.optim.SGD(
