@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.optim.options import ParamGroup
-from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state
+from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state, version_state
 from subtensors.optim.step import StepFunction, Updater, accumulates
 
 _lock = threading.Lock()
@@ -55,6 +55,7 @@ def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tens
         return
     with _lock:
         _refuse(optimizer)
+        version_state(optimizer)
         drop_provisional_state(optimizer)
         part = optimizer._parts[p]
         own = {"param_groups": [group | {"params": [p]}], "_updater": part._updater, "_parts": {}}

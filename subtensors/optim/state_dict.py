@@ -74,6 +74,12 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     return saved
 
 
+def version_state(optimizer: SavedOptimizer) -> None:
+    """Have the state of an optimizer stamp its changes, where a plain dict was put in its place."""
+    if type(optimizer.state) is not States:
+        optimizer.state = States(dict, optimizer.state)
+
+
 def drop_provisional_state(optimizer: SavedOptimizer) -> bool:
     """Drop the state of an optimizer if it is provisional, and return whether it was."""
     is_provisional = optimizer._is_provisional
@@ -158,7 +164,7 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     """
     groups = optimizer.param_groups
     was_underway = bool(former) and accumulation.is_underway(former)
-    optimizer.state = States(dict, optimizer.state)
+    version_state(optimizer)
     if optimizer._is_provisional:  # a write would be a change to whoever watches its attributes
         optimizer._is_provisional = False
     for index, group in enumerate(groups):

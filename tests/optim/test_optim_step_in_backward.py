@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from typing import Any, ClassVar
 
 import pytest
@@ -194,6 +195,17 @@ def test_state_is_made_at_the_first_update_from_what_the_parameters_are_then() -
             opt.zero_grad()
         ends.append([w.detach(), *(x for x in opt.state[w].values() if isinstance(x, Tensor))])
     torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_replacing_the_state_dict_of_an_optimizer_starts_its_state_again() -> None:
+    w = nn.Parameter(torch.zeros(1))
+    opt = st.optim.SGD([w], lr=1.0, momentum=0.5)
+    opt.step_in_backward()
+    for expected in (-1.0, -2.0, -3.5):
+        w.sum().backward()
+        assert w.item() == expected
+        if expected == -1.0:
+            opt.state = defaultdict(dict)
 
 
 def test_a_parameter_is_updated_by_the_group_that_has_it() -> None:
