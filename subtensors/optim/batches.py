@@ -61,13 +61,15 @@ class Batch:
 
     def __post_init__(self) -> None:
         # Reading the address of every tensor would cost more than the rest of the step. What moves memory under a
-        # tensor that stays (an offload through `.data`) moves all of the state, so the first of each column tells, and
-        # so does what changes strides in place.
-        # What is static refuses to be moved.
+        # tensor that stays (an offload through `.data`), transposes it there or casts it does so to all of them; so one
+        # parameter tells, of those with the most dims, since numbers and vectors can't be transposed.
         self._columns = self.columns()
-        movable = [[t for t in column if not isinstance(t, StaticAddressTensor)] for column in self._columns]
-        self._firsts = [column[0] for column in movable if column]
-        self._layouts = self._first_layouts()
+        shapes = [p.shape for p in self.params]
+        probe = max(range(len(shapes)), key=lambda i: 0 not in shapes[i] and sum(n > 1 for n in shapes[i]))
+        self._probe = self.params[probe]
+        # What is static refuses to be moved.
+        self._probes = [c[probe] for c in self._columns if not isinstance(c[probe], StaticAddressTensor)]
+        self._layouts = self._probe_layouts()
         self.has_plain_gradients = not self.kind.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self.full_group = self.params if self.indices is None and self.has_plain_gradients else None
         """The parameters, if they are the whole group and gradients have their layout; else None."""
@@ -92,13 +94,17 @@ class Batch:
         return [part for column in present for part in (column if isinstance(column, tuple) else (column,))]
 
     def is_stale(self) -> bool:
-        """Return whether the state's memory has changed address or strides; raise AddressError if it is released."""
+        """Return whether parameters were cast, or state has other addresses or strides.
+
+        Raises:
+            AddressError: the state's memory is released.
+        """
         if Release.count:
             check_resident(self._columns, "a step")
-        return self._first_layouts() != self._layouts
+        return self._probe_layouts() != self._layouts
 
-    def _first_layouts(self) -> list[tuple[object, ...]]:
-        return [(t.data_ptr(), t.stride()) for t in self._firsts]
+    def _probe_layouts(self) -> list[object]:
+        return [self._probe.dtype, *[(t.data_ptr(), t.stride()) for t in self._probes]]
 
     def gradients(self, grads: TensorColumn) -> TensorColumn:
         """Select the gradients of this batch's parameters from those of the group."""

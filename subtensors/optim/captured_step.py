@@ -213,7 +213,7 @@ class CapturedStep:
                 return reason
         for batch in self.batches:
             if batch.is_stale():
-                return "state moved"
+                return "state moved, or parameters were cast"
         return ""
 
     def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:

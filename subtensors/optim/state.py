@@ -178,8 +178,8 @@ class StateFactory:
         if not entries:
             return  # reading the state would make an empty one
         state = self.state[p]
-        # A count that joins older state: steps were taken, and their number is not known.
-        is_new = not state
+        # A count that joins older state of the math: steps were taken, and their number is not known.
+        is_new = state.keys() <= {MASTER, AVERAGE}
         for name in entries:
             if state.get(name) is None:
                 state[name] = self.initial_value(p, name, MASTER in entries, group)

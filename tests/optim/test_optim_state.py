@@ -233,14 +233,15 @@ def test_state_that_is_transposed_where_it_lies_is_read_as_it_is_now(device: str
 
     trained = []
     for cls in (Momentum, torch.optim.SGD):
-        p = Parameter(torch.zeros(3, 3, dtype=torch.float64, device=device))
-        optimizer = cls([p], lr=0.5, momentum=0.5)
+        params = [Parameter(torch.zeros(s, dtype=torch.float64, device=device)) for s in [(0,), (9,), (1, 9), (3, 3)]]
+        optimizer = cls(params, lr=0.5, momentum=0.5)
         for _ in range(4):
-            p.grad = torch.arange(9.0, dtype=torch.float64, device=device).view(3, 3)
+            for p in params:
+                p.grad = torch.arange(float(p.numel()), dtype=torch.float64, device=device).view(p.shape)
             optimizer.step()
-            buffer = optimizer.state[p]["momentum_buffer"]
+            buffer = optimizer.state[params[-1]]["momentum_buffer"]
             buffer.data = buffer.data.t()
-        trained.append(p.detach())
+        trained.append([p.detach() for p in params])
     torch.testing.assert_close(*trained)
 
 
@@ -308,6 +309,16 @@ def test_options_changed_between_steps_make_the_state_they_need() -> None:
     assert p.tolist() == [-3.5 - (0.75 + 0.5)] * 2
 
 
+def test_a_momentum_that_comes_to_averages_starts_undamped() -> None:
+    p = Parameter(torch.zeros(2))
+    optimizer = st.optim.SGD([p], lr=1.0, dampening=0.5, ema=0.5)
+    for momentum in (0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        p.grad = torch.ones(2)
+        optimizer.step()
+    assert p.tolist() == [-2.0] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])
 def test_master_weights_keep_what_rounding_each_step_would_lose(name: str, dtype: torch.dtype, device: str) -> None:
@@ -365,6 +376,17 @@ def test_masters_begin_when_a_state_without_them_is_loaded() -> None:
         assert optimizer.state[p]["step"] == 3
         assert optimizer.state[p]["exp_avg"].dtype is torch.float32
         assert (optimizer.state[p]["master_param"] - old.float()).abs().max().item() <= 2e-3 if p.numel() else True
+
+
+def test_masters_begin_when_parameters_are_cast_between_steps(device: str) -> None:
+    p = Parameter(torch.ones(3, device=device))
+    optimizer = st.optim.SGD([p], lr=2**-10, master_weights=True)
+    for step in range(9):
+        if step == 1:
+            p.grad, p.data = None, torch.ones_like(p, dtype=torch.bfloat16)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert p.detach().tolist() == [1 - 2**-7] * 3
 
 
 def test_float32_parameters_take_bfloat16_gradients_in_float32(device: str) -> None:
