@@ -123,6 +123,8 @@ class TritonExecutor(Recordable, Executor):
     ) -> Leaves:
         """Launch the kernels, after or with the prelude."""
         if self.copies:
+            if self.overlap.check(columns, addresses):  # copies of what overlaps do not
+                return self.fallback.run(columns, numbers, prelude=prelude)
             originals = columns
             columns = [
                 [t.contiguous() if p.shape is Shape.PER_ELEMENT else t for t in column]
@@ -132,7 +134,7 @@ class TritonExecutor(Recordable, Executor):
         stream, is_capturing = current_stream(self.device), self.is_capturing()
         table = self._pointer_table(columns, addresses, stream, is_capturing)
         if table.overlaps:
-            return self.fallback.run(originals if self.copies else columns, numbers, prelude=prelude)
+            return self.fallback.run(columns, numbers, prelude=prelude)
         arenas = self.launch(table, columns, numbers, stream, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
@@ -251,7 +253,7 @@ class TritonExecutor(Recordable, Executor):
                 self._put_first(found)
             return found
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        overlaps = self.overlap.check(columns)
+        overlaps = not self.copies and self.overlap.check(columns)
         if overlaps:
             logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(self._pointers(columns))
@@ -295,7 +297,7 @@ class TritonExecutor(Recordable, Executor):
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""
-        if not self.copies and self.overlap.check(columns):
+        if self.overlap.check(columns):
             return self.fallback.describe()
         pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())

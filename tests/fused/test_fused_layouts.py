@@ -162,6 +162,15 @@ def test_overlap_between_elements_that_run_in_different_ways_equals_the_map(lowe
 
 
 @each_lowering
+def test_overlap_between_elements_with_strides_of_their_own_equals_the_map(lowering: Lowering) -> None:
+    def make() -> list[list[Tensor]]:
+        base = torch.arange(100.0, device=lowering.device)
+        return [[base[:40:2], base[10:50:2]], list(lists((20,), (20,), device=lowering.device))]
+
+    assert_like_the_map(lowering, add_and_scale, make)
+
+
+@each_lowering
 def test_one_tensor_in_several_places_equals_the_map(lowering: Lowering) -> None:
     def make() -> list[list[Tensor]]:
         p, q = torch.ones(3, device=lowering.device), torch.ones(3, device=lowering.device)
