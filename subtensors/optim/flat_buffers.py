@@ -41,7 +41,7 @@ class FlatBuffers:
         params: distinct leaf tensors; their memory moves, with its values.
 
     Raises:
-        ValueError: two parameters share part of their memory, or one is no strided torch tensor.
+        ValueError: two parameters share memory, or one is no strided torch tensor.
 
     Example:
         >>> p = [Parameter(torch.ones(2)), Parameter(torch.zeros(3))]
@@ -57,6 +57,12 @@ class FlatBuffers:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         unwatch(self.params)
+        places = [p.data_ptr() for p in self.params if p.layout is torch.strided and p.data_ptr()]
+        if len({*places}) < len(places):
+            raise ValueError(
+                "two parameters have the same memory, and would be given the same gradient: make them one Parameter of "
+                "two modules, or leave out packed=True"
+            )
         treespec = optree.tree_structure(list(range(len(self.params))))  # type: ignore[arg-type]
         flats, self._layout = pack(self.params, treespec)
         self._flats = list(map(static_in_place, flats))

@@ -77,6 +77,13 @@ def test_autograd_notices_a_replay_over_packed_memory(device: str) -> None:
         loss.backward()
 
 
+def test_parameters_over_the_same_memory_are_refused_as_their_gradients_would_be_one() -> None:
+    a = nn.Parameter(torch.ones(3))
+    optimizer = st.optim.SGD([a, nn.Parameter(a.detach())])
+    with pytest.raises(ValueError, match="the same memory"):
+        optimizer.capture(packed=True)
+
+
 def test_a_parameter_with_other_references_keeps_its_own_version_counter(device: str) -> None:
     w, v, u = (nn.Parameter(torch.ones(3, device=device)) for _ in range(3))
     loss = (w * w).sum()  # a graph of autograd holds w
