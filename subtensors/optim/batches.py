@@ -62,10 +62,10 @@ class Batch:
     def __post_init__(self) -> None:
         # Reading the address of every tensor would cost more than the rest of the step. What moves memory under a
         # tensor that stays (an offload through `.data`), transposes it there or casts it does so to all of them; so one
-        # parameter tells, of those with the most dims, since numbers and vectors can't be transposed.
+        # parameter tells, the one whose second largest dim is the largest: numbers and vectors can't be transposed.
         self._columns = self.columns()
-        shapes = [p.shape for p in self.params]
-        probe = max(range(len(shapes)), key=lambda i: 0 not in shapes[i] and sum(n > 1 for n in shapes[i]))
+        breadths = [(sorted(p.shape)[-2:-1], p.numel()) for p in self.params]
+        probe = breadths.index(max(breadths))
         self._probe = self.params[probe]
         # What is static refuses to be moved.
         self._probes = [c[probe] for c in self._columns if not isinstance(c[probe], StaticAddressTensor)]
