@@ -48,7 +48,8 @@ class GradientNorm:
 
     def _total(self, key: torch.device | Part, device: torch.device) -> Tensor:
         if key not in self._totals:
-            self._totals[key] = torch.zeros((), dtype=torch.float64, device=device)
+            with torch.inference_mode(False):  # steps in either mode write it
+                self._totals[key] = torch.zeros((), dtype=torch.float64, device=device)
         return self._totals[key]
 
     def take(self, gradients: Sequence[tuple[Batch, TensorColumn]], is_followed: bool) -> FusedGradNorm | None:

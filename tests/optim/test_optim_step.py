@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import kernels_on_cpu
+from small_models import ones
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -86,6 +89,18 @@ def test_hooks_of_an_optimizer_and_of_all_of_them_run_around_each_step(device: t
         handle.remove()
     opt.step()
     assert seen == ["before any", "before", "after", "after any"]
+
+
+@pytest.mark.parametrize("with_kernels", [False, True], ids=["torch", "kernels"])
+def test_steps_in_inference_mode_and_outside_of_it_take_turns(with_kernels: bool) -> None:
+    (p,) = params = ones(1)
+    optimizer = st.optim.SGD(params, max_norm=1.0)
+    with kernels_on_cpu() if with_kernels else nullcontext():
+        for lr, is_inference in zip((0.25, 0.5, 1.0, 0.5), (True, False, True, False), strict=True):
+            optimizer.param_groups[0]["lr"] = lr
+            with torch.inference_mode(is_inference):
+                optimizer.step()
+    assert p.item() == pytest.approx(1 - 2.25, abs=1e-4)
 
 
 def test_parameters_that_move_between_steps_are_updated_at_their_new_addresses(device: torch.device) -> None:
