@@ -67,8 +67,11 @@ class Batch:
         breadths = [(sorted(p.shape)[-2:-1], p.numel()) for p in self.params]
         probe = breadths.index(max(breadths))
         self._probe = self.params[probe]
-        # What is static refuses to be moved.
-        self._probes = [c[probe] for c in self._columns if not isinstance(c[probe], StaticAddressTensor)]
+        # Of complex state the columns hold views, which `.data` of what they show does not move. What is static refuses
+        # to be moved.
+        shown = [c[probe]._base if self.kind.is_complex else None for c in self._columns]
+        state = [c[probe] if base is None else base for c, base in zip(self._columns, shown, strict=True)]
+        self._probes = [t for t in state if not isinstance(t, StaticAddressTensor)]
         self._layouts = self._probe_layouts()
         self.has_plain_gradients = not self.kind.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self.full_group = self.params if self.indices is None and self.has_plain_gradients else None

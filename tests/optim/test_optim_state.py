@@ -225,19 +225,20 @@ def test_state_whose_memory_moved_is_found_where_it_is_now() -> None:
     assert [t[0].item() for t in old] == [1.5, 1.5]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.usefixtures("kernels")
-def test_state_that_is_transposed_where_it_lies_is_read_as_it_is_now(device: str) -> None:
+def test_state_that_is_transposed_where_it_lies_is_read_as_it_is_now(dtype: torch.dtype, device: str) -> None:
     # A class of its own has plans of its own, which are met by identity.
     class Momentum(st.optim.SGD):
         pass
 
     trained = []
     for cls in (Momentum, torch.optim.SGD):
-        params = [Parameter(torch.zeros(s, dtype=torch.float64, device=device)) for s in [(0,), (9,), (1, 9), (3, 3)]]
+        params = [Parameter(torch.zeros(s, dtype=dtype, device=device)) for s in [(0,), (9,), (1, 9), (3, 3)]]
         optimizer = cls(params, lr=0.5, momentum=0.5)
         for _ in range(4):
             for p in params:
-                p.grad = torch.arange(float(p.numel()), dtype=torch.float64, device=device).view(p.shape)
+                p.grad = torch.arange(p.numel(), device=device).to(dtype).view(p.shape)
             optimizer.step()
             buffer = optimizer.state[params[-1]]["momentum_buffer"]
             buffer.data = buffer.data.t()
