@@ -58,6 +58,8 @@ class Batch:
     """True if the step runs on the local shards; otherwise it sees DTensors."""
     reduces_shards: bool
     """True if the step of a shard depends on sums over the full tensor."""
+    states: Sequence[Entry]
+    """The state of each parameter; empty where they have no entries."""
 
     def __post_init__(self) -> None:
         # Reading the address of every tensor would cost more than the rest of the step. What moves memory under a
@@ -67,10 +69,8 @@ class Batch:
         breadths = [(sorted(p.shape)[-2:-1], p.numel()) for p in self.params]
         probe = breadths.index(max(breadths))
         self._probe = self.params[probe]
-        # Of complex state the columns hold views, which `.data` of what they show does not move. What is static refuses
-        # to be moved.
-        shown = [c[probe]._base if self.kind.is_complex else None for c in self._columns]
-        state = [c[probe] if base is None else base for c, base in zip(self._columns, shown, strict=True)]
+        # What is static refuses to be moved. Not of the columns: those of complex state hold views of it.
+        state = [shard(t) for t in self.states[probe].values() if isinstance(t, Tensor)] if self.states else []
         self._probes = [t for t in state if not isinstance(t, StaticAddressTensor)]
         self._layouts = self._probe_layouts()
         self.has_plain_gradients = not self.kind.is_complex and all(_has_plain_gradient(p) for p in self.params)

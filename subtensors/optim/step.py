@@ -278,6 +278,7 @@ class Updater:
             tuple([columns.get(entry) for entry in (*self.declaration.entries, AVERAGE)]),
             sees_shards,
             reduces_shards,
+            states,
         )
 
 
