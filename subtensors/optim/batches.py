@@ -20,7 +20,6 @@ from subtensors.optim.dtensor import LocalShards, Sharding, shard
 from subtensors.optim.low_bit_state import SCALES, Quantized, StochasticallyRounded
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.versions import Entry
-from subtensors.static.static_tensor import StaticAddressTensor
 
 StateColumn = TensorColumn | Quantized[TensorColumn] | StochasticallyRounded[TensorColumn]
 
@@ -69,9 +68,9 @@ class Batch:
         breadths = [(sorted(p.shape)[-2:-1], p.numel()) for p in self.params]
         probe = breadths.index(max(breadths))
         self._probe = self.params[probe]
-        # What is static refuses to be moved. Not of the columns: those of complex state hold views of it.
-        state = [shard(t) for t in self.states[probe].values() if isinstance(t, Tensor)] if self.states else []
-        self._probes = [t for t in state if not isinstance(t, StaticAddressTensor)]
+        # Not of the columns: those of complex state hold views of it.
+        state = self.states[probe].values() if self.states else ()
+        self._probes = [shard(t) for t in state if isinstance(t, Tensor)]
         self._layouts = self._probe_layouts()
         self.has_plain_gradients = not self.kind.is_complex and all(_has_plain_gradient(p) for p in self.params)
         self.full_group = self.params if self.indices is None and self.has_plain_gradients else None

@@ -246,6 +246,23 @@ def test_state_that_is_transposed_where_it_lies_is_read_as_it_is_now(dtype: torc
     torch.testing.assert_close(*trained)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("kernels")
+def test_captured_state_that_is_transposed_in_place_is_read_as_it_is_now(packed: bool, device: str) -> None:
+    trained = []
+    for cls in (st.optim.SGD, torch.optim.SGD):
+        p = Parameter(torch.zeros(3, 3, dtype=torch.float64, device=device))
+        p.grad = torch.arange(9.0, dtype=torch.float64, device=device).view(3, 3)
+        optimizer = cls([p], lr=0.5, momentum=0.5)
+        if isinstance(optimizer, st.optim.SGD):
+            optimizer.capture(packed=packed)
+        for _ in range(4):
+            optimizer.step()
+            optimizer.state[p]["momentum_buffer"].t_()
+        trained.append(p.detach())
+    torch.testing.assert_close(*trained)
+
+
 def test_a_parameter_whose_memory_moved_is_updated_where_it_is_now() -> None:
     params, optimizer = stepped()
     old = params[0].data
