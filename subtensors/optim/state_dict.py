@@ -75,7 +75,7 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
 
 
 def version_state(optimizer: SavedOptimizer) -> None:
-    """Have the state of an optimizer stamp its changes, where a plain dict was put in its place."""
+    """Replace the state of an optimizer by a dict that stamps its changes, where a plain one was put in its place."""
     if type(optimizer.state) is not States:
         optimizer.state = States(dict, optimizer.state)
 
