@@ -15,7 +15,7 @@ from subtensors.dispatch.chunked.row_losses import ROW_OPS
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
-from subtensors.kernels.cross_entropy.compensated_sum import scale_
+from subtensors.kernels.cross_entropy.logits_block import scale_
 
 aten = torch.ops.aten
 

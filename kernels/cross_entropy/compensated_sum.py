@@ -20,16 +20,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.logits_block import product_into, rows_at_once, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import product_into, rows_at_once, scale_, uses_kernels
 from subtensors.kernels.runtime.launcher import launching_on
 
 BLOCK = 2048
 
 PIECE_BYTES = 64 * 2**20
 """The size of a piece: float32 products are added to a compensated sum a piece at a time."""
-
-SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
-"""The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
 
 FIRST_STRETCH = 2**16
 """The number of elements that are rounded into place through a copy; the following stretches double."""
@@ -66,40 +63,6 @@ def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -
         rounded_off = (own_total - (after - seen)) + (added - seen)
         own_lost.copy_(rounded_off.masked_fill_(rounded_off.isnan(), 0.0))  # of an infinite sum it is NaN
         own_total.copy_(after)
-
-
-def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a gradient in place by a number on its device, in float32 or wider, without reading either on the host.
-
-    Zeros stay zeros whatever the factor: rows that a loss ignores have no gradient where it is divided by no tokens.
-
-    Args:
-        tensor: floating point, of one dim at least.
-        factor: 0-d, on the same device.
-
-    Returns:
-        The tensor.
-
-    Example:
-        >>> scale_(torch.arange(3.0), torch.tensor(float("inf")))
-        tensor([0., inf, inf])
-    """
-    if uses_kernels(tensor) and tensor.is_contiguous():
-        scale_by_kernel(tensor, factor)
-        return tensor
-    rows = len(tensor)
-    for piece in tensor.split(rows_at_once(rows, tensor.numel() // max(rows, 1))):
-        piece.copy_(torch.where(piece == 0, piece, piece * factor))
-    return tensor
-
-
-def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
-    """`scale_` of a contiguous tensor by the Triton kernel."""
-    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
-
-    if tensor.numel():
-        with launching_on(tensor.device):
-            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
 
 
 class GradientSum:

@@ -19,10 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.compensated_sum import scale_
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, scale_
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.custom_ops import has_kernel
+from subtensors.kernels.runtime.launcher import launching_on
+
+SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
+"""The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
 
 
 class LossAndGradients(NamedTuple):
@@ -122,6 +126,40 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     if type(tensor) is Tensor:  # each step asks
         return tensor.dtype in _DTYPES
     return has_kernel(tensor, _DTYPES)
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient in place by a number on its device, in float32 or wider, without reading either on the host.
+
+    Zeros stay zeros whatever the factor: rows that a loss ignores have no gradient where it is divided by no tokens.
+
+    Args:
+        tensor: floating point, of one dim at least.
+        factor: 0-d, on the same device.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> scale_(torch.arange(3.0), torch.tensor(float("inf")))
+        tensor([0., inf, inf])
+    """
+    if uses_kernels(tensor) and tensor.is_contiguous():
+        scale_by_kernel(tensor, factor)
+        return tensor
+    rows = len(tensor)
+    for piece in tensor.split(rows_at_once(rows, tensor.numel() // max(rows, 1))):
+        piece.copy_(torch.where(piece == 0, piece, piece * factor))
+    return tensor
+
+
+def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
+    """`scale_` of a contiguous tensor by the Triton kernel."""
+    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
+
+    if tensor.numel():
+        with launching_on(tensor.device):
+            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

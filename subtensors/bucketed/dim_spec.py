@@ -164,7 +164,9 @@ def _dims_of_tensor(x: Tensor, given: Mapping[int, Dim], place: str) -> dict[int
     """Return the padded dims of a tensor, counted from the front."""
     if not isinstance(x, PaddedTensor):
         if type(x) in MAPPED_TYPES or x.is_nested:
-            raise TypeError(f"{place} is padded, so it is a dense tensor; got {shown(x)}: hand plain tensors over")
+            raise TypeError(
+                f"{place} is padded, so it is a dense tensor; got {shown(x)}: hand it over as plain tensors"
+            )
         if wrong := [d for d in given if not -x.dim() <= d < x.dim()]:
             raise ValueError(f"{place} is padded in dim {wrong[0]}, and has shape {tuple(x.shape)}")
     return {d % x.dim(): dim for d, dim in given.items()}

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.optim.options import ParamGroup
-from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state, version_state
+from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state
 from subtensors.optim.step import StepFunction, Updater, accumulates
+from subtensors.optim.versions import States
 
 _lock = threading.Lock()
 """Held by an update: each device has a thread of the backward."""
@@ -55,7 +56,8 @@ def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tens
         return
     with _lock:
         _refuse(optimizer)
-        version_state(optimizer)
+        if type(optimizer.state) is not States:
+            optimizer.state = States(dict, optimizer.state)
         drop_provisional_state(optimizer)
         part = optimizer._parts[p]
         own = {"param_groups": [group | {"params": [p]}], "_updater": part._updater, "_parts": {}}

@@ -41,14 +41,7 @@ from subtensors.optim.hyperparameters import Accepted, checked_values, parameter
 from subtensors.optim.low_bit_state import check_state_dtype
 from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
 from subtensors.optim.state import Declaration, Initializer, StateFactory, checked_initializers, swapped_averages
-from subtensors.optim.state_dict import (
-    copied_state,
-    loading,
-    restore_state,
-    saved_state,
-    take_checkpoint_step,
-    version_state,
-)
+from subtensors.optim.state_dict import copied_state, loading, restore_state, saved_state, take_checkpoint_step
 from subtensors.optim.step import StepFunction, Updater, accumulates, with_hooks
 from subtensors.optim.traced_update import single_tensor_step
 from subtensors.optim.versions import States
@@ -237,7 +230,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        version_state(self)
+        if type(self.state) is not States:
+            self.state = States(dict, self.state)
         if (self._is_provisional or not self.state) and take_checkpoint_step(self):
             return loss
         if accumulates(self.param_groups):

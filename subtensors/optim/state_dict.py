@@ -74,12 +74,6 @@ def saved_state(optimizer: SavedOptimizer, make: Callable[[], SavedState]) -> Sa
     return saved
 
 
-def version_state(optimizer: SavedOptimizer) -> None:
-    """Replace the state of an optimizer by a dict that stamps its changes, where a plain one was put in its place."""
-    if type(optimizer.state) is not States:
-        optimizer.state = States(dict, optimizer.state)
-
-
 def drop_provisional_state(optimizer: SavedOptimizer) -> bool:
     """Drop the state of an optimizer if it is provisional, and return whether it was."""
     is_provisional = optimizer._is_provisional
@@ -164,7 +158,7 @@ def restore_state(optimizer: SavedOptimizer, former: list[Group]) -> None:
     """
     groups = optimizer.param_groups
     was_underway = bool(former) and accumulation.is_underway(former)
-    version_state(optimizer)
+    optimizer.state = States(dict, optimizer.state)
     if optimizer._is_provisional:  # a write would be a change to whoever watches its attributes
         optimizer._is_provisional = False
     for index, group in enumerate(groups):

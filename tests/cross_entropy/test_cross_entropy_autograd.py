@@ -13,10 +13,9 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy.compensated_sum import scale_, scale_by_kernel
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule, differentiable_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, scale_, scale_by_kernel
 
 BY_ROWS, BY_COLUMNS = Schedule(rows=5), Schedule(columns=7)
 each_schedule = pytest.mark.parametrize("schedule", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
@@ -184,8 +183,8 @@ def test_targets_and_class_weights_that_require_gradients_are_refused() -> None:
 @each_kernel_lowering
 @pytest.mark.parametrize("count", [0, 1, 5000])
 def test_the_scale_kernel_multiplies_in_place(lowering: Lowering, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subtensors.kernels.cross_entropy.compensated_sum.SCALE_BLOCK", 256)
-    monkeypatch.setattr("subtensors.kernels.cross_entropy.compensated_sum.SCALE_PROGRAMS", 8)
+    monkeypatch.setattr("subtensors.kernels.cross_entropy.logits_block.SCALE_BLOCK", 256)
+    monkeypatch.setattr("subtensors.kernels.cross_entropy.logits_block.SCALE_PROGRAMS", 8)
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(lowering.device)
     for factor in (1.0, -2.5):
         scaled = values.clone()
