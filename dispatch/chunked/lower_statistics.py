@@ -82,7 +82,9 @@ def lower_statistics(requested: Sequence[LazyValue], grad: bool) -> None:
     for node, logits, found in matched:
         if found is None or found.transforms.base in read or readers[found.transforms.base] > 1:
             continue
-        if (grad and node.grad and found.weight.needs_grad) or is_sharded(found.head_weight):
+        if found.transforms.key != (None, 1.0, found.transforms.views, ()):
+            continue  # the op lacks what scales them: it has no gradient where the op's own scale has one
+        if (grad and logits.needs_grad and found.weight.needs_grad) or is_sharded(found.head_weight):
             _lower(node, logits, found)
 
 

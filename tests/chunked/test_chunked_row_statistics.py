@@ -207,6 +207,17 @@ def test_a_loss_of_masked_or_scaled_logits_equals_the_plain_one(
     check_chunked(loss, case, {"h": {"rows": rows}}, dtype=dtype, passes=3, scale=1.0)
 
 
+@pytest.mark.parametrize("blocks", ["by columns"], indirect=True)
+def test_a_scale_without_a_gradient_is_kept_where_statistics_are_computed_by_columns(blocks: None) -> None:
+    case = linear_case()
+    case["t"] = torch.linspace(0.5, 1.5, 12).view(12, 1)
+
+    def loss(h: Tensor, w: Tensor, target: Tensor, b: Tensor, t: Tensor) -> Tensor:
+        return categorical(half_as_warm(F.linear(h, w, b), t), target).sum()  # type: ignore[no-any-return]
+
+    check_chunked(loss, case, {"h": {"rows": 11}}, passes=3, scale=1.0)  # of a plan that no other test has cached
+
+
 @pytest.mark.parametrize("transform", MAPS[:-1])
 def test_masks_and_temperatures_are_a_part_of_the_one_op_on_the_logits(transform: Any) -> None:
     case = linear_case()
