@@ -130,7 +130,7 @@ class Clipping:
 
 
 _PLAIN = ("DistributedType.NO", "DistributedType.MULTI_GPU", "DistributedType.MULTI_CPU")
-"""Where gradients are whole on each process, and the accelerator does no more than to clip."""
+"""The kinds of runs whose gradients are whole on each process, and whose accelerator does no more than to clip."""
 
 
 class BucketedStep:

@@ -234,7 +234,7 @@ def apply_to_trainer(
     class Made(torch.optim.Optimizer):
         """The class that a trainer asks for: it makes what the trainer's model and arguments then say."""
 
-        def __new__(cls, params: Params, **given: object) -> Optimizer:  # type: ignore[misc]
+        def __new__(cls, params: Params, **given: object) -> Optimizer:  # type: ignore[misc]  # of another class
             make = _optimizer(cast("str | type[Optimizer]", optimizer), trainer.model, output_head(trainer.model))
             return make(params, **{**_trainer_options(make, trainer.args), **given})
 

@@ -40,7 +40,7 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
     # An instance without attributes: a trace would freeze the values of one instance for all.
     rules: object = object.__new__(cls)
     update: Callable[..., None] = rules.update  # type: ignore[attr-defined]  # of an Optimizer, which imports this
-    names: Sequence[str] = cls._declaration.entries  # type: ignore[attr-defined]
+    names: Sequence[str] = cls._declaration.entries  # type: ignore[attr-defined]  # likewise
 
     def step(
         p: Tensor,
@@ -102,7 +102,7 @@ def refuse_lost_update(cls: type, watch: WriteWatch) -> None:
 
 def refuse_lost_entries(cls: type, unwritten: Collection[str]) -> None:
     """Raise RuleError if `update` assigns to the name of a state entry that it has not written."""
-    if lost := [name for name in unwritten if name in _assigned_names(cls.update)]:  # type: ignore[attr-defined]
+    if lost := [name for name in unwritten if name in _assigned_names(cls.update)]:  # type: ignore[attr-defined]  # likewise
         raise RuleError(
             f"{cls.__name__}.update assigns to {lost[0]!r} and never writes it: `{lost[0]} = ...` makes a new tensor, "
             f"and the state stays what it was\n  instead: write in place, as in {lost[0]}.copy_(...) or "

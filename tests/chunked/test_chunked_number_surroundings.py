@@ -1,4 +1,4 @@
-"""What happens around numbers of chunked rows: writes, modes, hooks and empty batches between forward and backward."""
+"""Numbers of chunked rows keep to torch through writes, modes, hooks and empty batches before their backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from chunked_programs import Doubled
 from torch import Tensor
 
 import subtensors as st
@@ -143,16 +144,6 @@ def the_backward_of_a_function_of_it_and_its_own(c: Case) -> Tensor:
     loss = F.cross_entropy(c.logits(), c.t)
     Doubled.apply(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return loss
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
 
 
 def a_part_after_a_backward_that_retains(c: Case) -> Tensor:

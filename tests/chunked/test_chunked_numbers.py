@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import Products, check_chunked
+from chunked_programs import Doubled, Products, check_chunked
 from chunked_programs import linear_tensors as tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -192,16 +192,6 @@ class Passed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * grads[0]
 
 
 def added_in_place(loss: Tensor) -> Tensor:
