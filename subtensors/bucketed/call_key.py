@@ -143,6 +143,15 @@ def _flatten_objects(tree: PyTree, is_flattened: Callable[[object, list[object]]
     return pytree.tree_map(opened, tree)
 
 
+def is_part_of(x: PyTree) -> Callable[[PyTree], bool]:
+    """Return an `is_leaf` by which a container is opened once: true of its parts.
+
+    It holds no reference to the container, since torch's `tree_flatten` leaves it in a cycle.
+    """
+    container = id(x)
+    return lambda part: id(part) != container
+
+
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:
     """Return the leaves of a call's arguments and their structure, which is None if no argument is a container."""
     leaves = [*args, *kwargs.values()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from subtensors.arguments import shown
-from subtensors.bucketed.call_key import flatten, flatten_argument_objects, has_parts, unflatten
+from subtensors.bucketed.call_key import flatten, flatten_argument_objects, has_parts, is_part_of, unflatten
 from subtensors.bucketed.call_spec import LeafDims
 from subtensors.counts import counted
 from subtensors.dispatch.ops.errors import SizeError
@@ -150,12 +150,12 @@ def _parts(x: PyTree) -> list[tuple[object, pytree.KeyEntry, PyTree]] | None:
 
     Those of a class that is registered without names are numbered.
     """
-    parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
+    parts, structure = pytree.tree_flatten(x, is_leaf=is_part_of(x))
     if structure.is_leaf():
         return None
     steps: list[pytree.KeyEntry] = [pytree.SequenceKey(i) for i in range(len(parts))]
     with suppress(ValueError):  # raised for a class that is registered without names
-        steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]]
+        steps = [path[0] for path, _ in pytree.tree_flatten_with_path(x, is_leaf=is_part_of(x))[0]]
     names = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", None))) for step in steps]
     return list(zip(names, steps, parts, strict=True))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from subtensors.bucketed.call_key import flatten_result_objects
+from subtensors.bucketed.call_key import flatten_result_objects, is_part_of
 from subtensors.bucketed.reachable_state import attributes_of
 from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.ops.errors import RuleError
@@ -168,30 +168,42 @@ def replaced_leaves(tree: PyTree, replacement: Callable[[PyTree], PyTree]) -> It
         >>> given
         [1, 2, 3]
     """
-    written: list[tuple[PyTree, object, object]] = []
-    seen = set[int]()
-
-    def replaced(x: PyTree) -> PyTree:
-        if _is_writable(x):
-            for name, part in _entries(x) if id(x) not in seen else ():
-                seen.add(id(x))
-                if (new := replaced(part)) is not part:
-                    _set_entry(x, name, new)
-                    written.append((x, part, new))
-            return x
-        parts, structure = pytree.tree_flatten(x, is_leaf=lambda part: part is not x)
-        if structure.is_leaf():
-            return replacement(x)
-        new_parts = [*map(replaced, parts)]
-        return x if are_same(new_parts, parts) else pytree.tree_unflatten(new_parts, structure)
-
+    replacing = _Replacing(replacement)
     try:
-        yield replaced(tree)
+        yield replacing.replaced(tree)
     finally:
-        for x, part, new in reversed(written):
+        for x, part, new in reversed(replacing.written):
             for name, now in _entries(x):
                 if now is new:
                     _set_entry(x, name, part)
+
+
+class _Replacing:
+    """The leaves that are replaced; a recursive closure would be a cycle that holds them.
+
+    Attributes:
+        written: containers, with a part of each and what replaced it.
+    """
+
+    def __init__(self, replacement: Callable[[PyTree], PyTree]) -> None:
+        self.replacement = replacement
+        self.written: list[tuple[PyTree, object, object]] = []
+        self._seen = set[int]()
+
+    def replaced(self, x: PyTree) -> PyTree:
+        """Return an argument with its leaves replaced, where it can't be written to, and write to it where it can."""
+        if _is_writable(x):
+            for name, part in _entries(x) if id(x) not in self._seen else ():
+                self._seen.add(id(x))
+                if (new := self.replaced(part)) is not part:
+                    _set_entry(x, name, new)
+                    self.written.append((x, part, new))
+            return x
+        parts, structure = pytree.tree_flatten(x, is_leaf=is_part_of(x))
+        if structure.is_leaf():
+            return self.replacement(x)
+        new_parts = [*map(self.replaced, parts)]
+        return x if are_same(new_parts, parts) else pytree.tree_unflatten(new_parts, structure)
 
 
 def _is_writable(x: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
@@ -80,8 +81,9 @@ class _Pages:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.address, _PIECE_BYTES, 0))
             self.is_locked = True
 
-    def __del__(self) -> None:
-        if hasattr(self, "memory") and not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The name `sys` may be gone by then.
+        if hasattr(self, "memory") and not is_finalizing():
             deferred_finalizers.run_or_defer(partial(_close, self.memory, self.is_locked))
 
 

@@ -147,6 +147,26 @@ def test_a_deleted_runner_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("dims", [{0: SEQ}, {"x": {0: SEQ}}, {"more": {"y": {0: SEQ}}}], ids=["all", "x", "y"])
+def test_a_released_runner_keeps_no_inputs_until_the_garbage_collector_runs(dims: dict[Any, Any], device: str) -> None:
+    def program(x: Tensor, more: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"out": (x[: more["y"].shape[0]] + 1).softmax(1), "y": more["y"].cos()}
+
+    run = st.bucketed(program, dims)
+    example = torch.ones(32, 3, device=device), {"y": torch.ones(32, 3, device=device)}
+    run.warmup(*example, progress=False).release()  # what is imported and found out once
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(x) is Tensor and x.numel() > 0 for x in gc.get_objects())
+        run.warmup(*example, progress=False).release()
+        assert sum(type(x) is Tensor and x.numel() > 0 for x in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_other_threads_use_the_device_while_graphs_are_captured() -> None:

