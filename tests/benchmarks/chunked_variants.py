@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -30,14 +31,42 @@ def _auto_chunked() -> LossOf:
     return function
 
 
-def _liger() -> LossOf:
+def _liger(**options: int) -> LossOf:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # type: ignore[import-not-found]
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        result: Tensor | tuple[Tensor, ...] = liger_fused_linear_cross_entropy(hidden, weight, target)
+        result: Tensor | tuple[Tensor, ...] = liger_fused_linear_cross_entropy(hidden, weight, target, **options)
         return result[0] if isinstance(result, tuple) else result
 
     return loss
+
+
+def _liger_hopper() -> LossOf:
+    """Liger's kernels in CuTe, for Hopper alone."""
+    _mend_logger()
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90  # type: ignore[import-not-found]
+
+    function = fused_linear_cross_entropy_sm90.LigerFusedLinearCrossEntropySM90Function
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        result: Tensor | tuple[Tensor, ...] = function.apply(hidden, weight, target)
+        return result[0] if isinstance(result, tuple) else result
+
+    return loss
+
+
+def _quack() -> LossOf:
+    """QuACK's products whose epilogue has exponentials, by its own choice of kernel."""
+    _mend_logger()
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # type: ignore[import-not-found]
+
+    function: LossOf = chunked_linear_cross_entropy
+    return function
+
+
+def _mend_logger() -> None:
+    # QuACK 0.6.5 asks everything that a kernel refers to for a key, and the CUTLASS DSL's logger has none.
+    logging.Logger.__quack_semantic_key__ = lambda self: self.name  # type: ignore[attr-defined]
 
 
 def _cut() -> LossOf:
@@ -95,6 +124,9 @@ PEERS: dict[str, Peer] = {
     "compile": Peer(_compiled),
     "auto_chunker": Peer(_auto_chunked),
     "liger": Peer(_liger, "liger_kernel"),
+    "liger 16": Peer(lambda: _liger(chunk_mem_const=16), "liger_kernel"),
+    "liger hopper": Peer(_liger_hopper, "cutlass"),
+    "quack": Peer(_quack, "quack"),
     "cce": Peer(_cut, "cut_cross_entropy"),
     "core": Peer(_core, exists=hasattr(torch.nn, "LinearCrossEntropyOptions")),
     "checkpoint": Peer(_checkpointed),

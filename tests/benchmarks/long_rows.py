@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.chunked_variants import PEERS
+from benchmarks.chunked_variants import PEERS, LossOf
 from benchmarks.options import add_shared_options, names
 from benchmarks.rounds import Step, in_rounds, peak_mb
 from benchmarks.rows import Setting, save
@@ -42,7 +43,7 @@ class LongRow:
     """One way to take a loss or an MLP, and its gradients, over some tokens.
 
     Args:
-        part: "loss" or "mlp".
+        part: "loss", "mlp", or the model of a head.
         variant: which way.
         tokens: the number of rows.
         reason: why it was not measured; "" if it was.
@@ -72,14 +73,13 @@ class Operands:
     """The operands that all ways of one part share.
 
     Args:
-        tokens: rows of the hidden states.
-        tiny: cut the sizes down.
+        tokens, width: rows of the hidden states, and their size.
         device: "cpu" or "cuda".
     """
 
-    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
+    def __init__(self, tokens: int, width: int, device: str) -> None:
         torch.manual_seed(0)
-        self.width = WIDTH[tiny]
+        self.width = width
         self.hidden = self.made(tokens, self.width, device=device, scale=1.0)
         self.leaves = [self.hidden]
 
@@ -107,10 +107,10 @@ class Operands:
 class Loss(Operands):
     """The mean cross entropy of a linear head."""
 
-    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
-        super().__init__(tokens, tiny, device)
-        self.weight = self.made(CLASSES[tiny], self.width, device=device, scale=self.width**-0.5)
-        self.target = torch.randint(CLASSES[tiny], (tokens,), device=device)
+    def __init__(self, tokens: int, width: int, classes: int, device: str) -> None:
+        super().__init__(tokens, width, device)
+        self.weight = self.made(classes, width, device=device, scale=width**-0.5)
+        self.target = torch.randint(classes, (tokens,), device=device)
         self.leaves.append(self.weight)
 
     def truth(self) -> tuple[Tensor, Tensor]:
@@ -128,25 +128,21 @@ class Loss(Operands):
     def ways(self) -> Mapping[str, Callable[[], Step]]:
         """Return what makes each way's step, by name."""
 
-        def chunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(F.linear(chunk(hidden), weight).float(), target)
-
-        def step(of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+        def step(of: LossOf) -> Step:
             return lambda: backward(of(self.hidden, self.weight, self.target))
 
         peers = {name: peer for name, peer in PEERS.items() if peer.is_here}
         made = {name: (lambda peer=peer: step(peer.make())) for name, peer in peers.items()}
-        return made | {"subtensors": lambda: step(chunked)}
+        return made | {"subtensors": lambda: step(chunked())}
 
 
 class Gated(Operands):
     """A SwiGLU MLP, whose result's gradient is given."""
 
-    def __init__(self, tokens: int, tiny: bool, device: str) -> None:
-        super().__init__(tokens, tiny, device)
-        inner = INNER[tiny]
-        self.gate, self.up = (self.made(inner, self.width, device=device, scale=self.width**-0.5) for _ in range(2))
-        self.down = self.made(self.width, inner, device=device, scale=inner**-0.5)
+    def __init__(self, tokens: int, width: int, inner: int, device: str) -> None:
+        super().__init__(tokens, width, device)
+        self.gate, self.up = (self.made(inner, width, device=device, scale=width**-0.5) for _ in range(2))
+        self.down = self.made(width, inner, device=device, scale=inner**-0.5)
         self.given = torch.randn_like(self.hidden)
         self.leaves += [self.gate, self.up, self.down]
 
@@ -195,7 +191,15 @@ class Gated(Operands):
         return mlp
 
 
-PARTS: dict[str, type[Operands]] = {"loss": Loss, "mlp": Gated}
+PARTS: dict[str, Callable[[int, bool, str], Operands]] = {
+    "loss": lambda tokens, tiny, device: Loss(tokens, WIDTH[tiny], CLASSES[tiny], device),
+    "mlp": lambda tokens, tiny, device: Gated(tokens, WIDTH[tiny], INNER[tiny], device),
+}
+
+
+def chunked(**options: Any) -> LossOf:
+    """Return the loss as a user writes it, over chunks with these options of `chunk`."""
+    return lambda hidden, weight, target: F.cross_entropy(F.linear(chunk(hidden, **options), weight).float(), target)
 
 
 def backward(value: Tensor, given: Tensor | None = None) -> None:
@@ -204,18 +208,19 @@ def backward(value: Tensor, given: Tensor | None = None) -> None:
     full.backward(given)  # type: ignore[no-untyped-call]
 
 
-def measure(part: str, tokens: int, variants: Sequence[str], tiny: bool, device: str, repeats: int) -> list[LongRow]:
-    """Measure a part over some tokens, in rounds of random order.
+def measure(
+    part: str, operands: Operands, variants: Sequence[str], setting: Setting, device: str, repeats: int
+) -> list[LongRow]:
+    """Measure the ways of one part, in rounds of random order.
 
     Args:
-        part: a key of `PARTS`.
-        tokens: rows of the hidden states.
+        part: for the rows.
+        operands: of all ways.
         variants: the ways; those that this part does not have are left out.
-        tiny: cut the widths down.
+        setting: for the rows.
         device: "cpu" or "cuda".
         repeats: rounds.
     """
-    operands = PARTS[part](tokens, tiny, device)
     truth, steps = operands.truth(), dict[str, Step]()
     peaks, errors, reasons = dict[str, float | None](), dict[str, list[float]](), dict[str, str]()
     ways = {name: way for name, way in operands.ways().items() if name in variants}
@@ -228,11 +233,15 @@ def measure(part: str, tokens: int, variants: Sequence[str], tiny: bool, device:
             steps[variant] = step
         except torch.cuda.OutOfMemoryError:
             reasons[variant] = "out of memory"
-    times, setting = in_rounds(steps, device, repeats), Setting.now(device, tiny)
+        except Exception as error:  # a peer that refuses a size
+            if variant not in PEERS:
+                raise
+            reasons[variant] = f"{type(error).__name__}: {error}"[:100]
+    times = in_rounds(steps, device, repeats)
     rows = []
     for variant in ways:
         figures = (*times[variant], peaks[variant], *errors[variant]) if variant in steps else ()
-        rows.append(LongRow(part, variant, tokens, reasons.get(variant, ""), setting, *figures))
+        rows.append(LongRow(part, variant, len(operands.hidden), reasons.get(variant, ""), setting, *figures))
     return rows
 
 
@@ -264,11 +273,18 @@ def run(options: argparse.Namespace) -> int:
     for part in parts:
         lengths = options.tokens or ([64, 128] if options.tiny else LENGTHS[part])
         for tokens in lengths:
-            rows += measure(part, tokens, variants, options.tiny, options.device, options.repeats)
+            operands = PARTS[part](tokens, options.tiny, options.device)
+            setting = Setting.now(options.device, options.tiny)
+            rows += measure(part, operands, variants, setting, options.device, options.repeats)
             save(rows, options.out / "long_rows.json")  # a run that is cut short leaves what it measured
+    show(rows)
+    return 0
+
+
+def show(rows: Sequence[LongRow]) -> None:
+    """Print rows as a table."""
     columns = ["part", "tokens", "variant", "ms", "us a token", "peak MiB", "error of dX", "of dW"]
     Console().print(folded(describe(rows), columns, [cells(row) for row in rows]))
-    return 0
 
 
 def cells(row: LongRow) -> list[str]:
