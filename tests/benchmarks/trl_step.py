@@ -32,7 +32,7 @@ import subtensors as st
 from benchmarks.options import add_shared_options, names
 from benchmarks.rows import Setting, installed, save
 from benchmarks.table import describe, figure, folded
-from benchmarks.training_step import SIZES, TINY, WARM, Job, timed
+from benchmarks.training_step import SIZES, TINY, WARM, Job, timed, unpatched
 
 Batch = dict[str, Any]
 
@@ -194,9 +194,9 @@ class TrlErrorRow:
 
 @contextmanager
 def new_trainer(job: Job, name: str) -> Iterator[Any]:
-    """A context with a trainer of a new model that trains in one way."""
+    """A context with a trainer of a new model that trains in one way; Liger's patches of its classes end with it."""
     theirs, ours = WAYS[name]
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, unpatched(job.model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = TRAINERS[job.loss](job, folder, **theirs)
         applied = None if ours is None else st.integrations.transformers.apply_to_trainer(trainer, **ours)
