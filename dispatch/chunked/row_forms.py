@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, recording
 from subtensors.dispatch.chunked.logit_maps import ClassOffset
 from subtensors.dispatch.chunked.match_logits import (
     SCALINGS,
@@ -152,7 +152,7 @@ def _factor(kind: str, number: float) -> float | None:
     return 1 / number if number else None
 
 
-_COPIES = (aten.alias.default, aten.clone.default, aten.expand.default)
+_COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default)
 
 
 def _keeps_all(value: LazyValue, low: object = None, high: object = None) -> bool:
@@ -202,6 +202,21 @@ def _product_form(first: LazyValue, second: LazyValue, depth: int) -> RowForm | 
         if right is None and is_vector and other.shape[0] == left.logits.shape[-1]:
             return replace(left, vector=other)
     return None
+
+
+def largest_class(value: LazyValue) -> LazyValue | None:
+    """Record the class of the largest of values (..., V) that grow with a linear layer's logits; None for others.
+
+    Of log-probabilities or probabilities that are the same but for rounding it is that of the largest logit.
+    """
+    with recording(False):  # a position has no gradient
+        form = row_form(value)
+    if form is not None and form.vector is None:
+        grows = form.constant > 0 and form.is_constant if form.is_softmax else form.log_p > 0
+        value = form.logits if grows else value
+    elif value.node is not None and value.tensor is None and value.node.op is aten.detach.default:
+        (value,) = value.node.args
+    return None if match_linear_logits(value, maps=True) is None else record_statistic(value, "argmax")
 
 
 def class_sum(value: LazyValue, dtype: torch.dtype) -> LazyValue | None:

@@ -91,7 +91,7 @@ def takes_exponentials(
     """
     return (
         hidden.is_cuda
-        and type(hidden) is Tensor
+        and type(hidden) in (Tensor, torch.nn.Parameter)
         and hidden.dtype == torch.bfloat16
         and target.dim() == 1
         and bias is None

@@ -101,13 +101,19 @@ class TokenScores:
         """
         scaled = logits.float() / self.temperature
         log_probs = scaled.log_softmax(-1)
-        fixed = log_probs.detach()
+
+        @torch.no_grad()
+        def log_sum_sq_probs() -> Tensor:
+            doubled: Tensor = (2 * scaled).logsumexp(-1) - 2 * scaled.logsumexp(-1)
+            return doubled
+
+        # Each reads the logits of a chunk once, for all of them or by itself, and writes none.
         fields: dict[str, Callable[[], Tensor]] = {
             "log_probs": lambda: log_probs.gather(-1, targets[..., None]).squeeze(-1),
             "entropy": lambda: -(log_probs.exp() * log_probs).sum(-1),
-            "log_sum_sq_probs": lambda: (2 * fixed).logsumexp(-1),
-            "mean_logits": lambda: scaled.detach().mean(-1),
-            "is_top1": lambda: fixed.argmax(-1) == targets,
+            "log_sum_sq_probs": log_sum_sq_probs,
+            "mean_logits": lambda: logits.detach().mean(-1, dtype=torch.float32) / self.temperature,
+            "is_top1": lambda: log_probs.detach().argmax(-1) == targets,
         }
         found = {name: field() for name, field in fields.items() if name in self.fields | {"log_probs"}}
         return {name: x.realize() if isinstance(x, ChunkedTensor) else x for name, x in found.items()}

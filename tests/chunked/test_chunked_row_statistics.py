@@ -71,6 +71,12 @@ def hits_without_gradients(z: Tensor, t: Tensor) -> Tensor:
     return hit * z.logsumexp(-1)
 
 
+def hits_of_probabilities(z: Tensor, t: Tensor) -> Tensor:
+    log_p, p = z.log_softmax(-1), z.softmax(-1)
+    hit = (log_p.detach().argmax(-1) == t).to(z.dtype) + (0.5 * p).argmax(-1, keepdim=True)[..., 0]
+    return hit * log_p.gather(-1, t[..., None])[..., 0]
+
+
 def clipped_policy(z: Tensor, t: Tensor) -> Tensor:
     log_p = z.log_softmax(-1)
     chosen = log_p.gather(-1, t[..., None])[..., 0]
@@ -86,7 +92,7 @@ def of_a_sequence(z: Tensor, t: Tensor) -> Tensor:
 
 
 def read_elsewhere(z: Tensor, t: Tensor) -> Tensor:
-    return entropy(z, t) + z.relu().sum(-1)
+    return entropy(z, t) + z.relu().sum(-1) + (-z.log_softmax(-1)).argmax(-1)
 
 
 PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
@@ -101,6 +107,7 @@ PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
     several_classes,
     hits,
     hits_without_gradients,
+    hits_of_probabilities,
     clipped_policy,
     of_a_sequence,
     read_elsewhere,

@@ -26,9 +26,9 @@ PROCESSES = """
 ## Forked processes
 
 A forked child has none of its parent's threads. Where the parent has run ops on several threads, an op that needs them
-waits forever in the child, in plain torch and in a program of `st.bucketed` alike. A child of a process that has used a
-GPU cannot use it, and on a machine with a GPU no child of a process that has run a backward can run one. So spawn a process that computes (`multiprocessing.get_context("spawn")`), or call
-`torch.set_num_threads(1)` before the fork.
+waits forever in the child, in plain torch and in a program of `st.bucketed` alike. A child of a process that has used
+a GPU cannot use it, and on a machine with a GPU no child of a process that has run a backward can run one. So spawn a
+process that computes (`multiprocessing.get_context("spawn")`), or call `torch.set_num_threads(1)` before the fork.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cross_entropy_cases import Case, check, plain, terms_without_signs
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subtensors.kernels.cross_entropy import exp_passes
@@ -110,6 +111,13 @@ def test_large_logits_close_together_lose_nothing(lowering: Lowering, logit: flo
         assert true is not None
         rounding = torch.finfo(mine.dtype).eps * terms  # of what cancels
         assert ((mine.double() - true).abs() <= 0.02 * true.abs().max() + rounding).all()
+
+
+@pytest.mark.gpu
+def test_hidden_states_that_are_a_parameter_go_by_exponentials() -> None:
+    case = problem(Lowering.CUDA, 4)
+    case = replace(case, hidden=nn.Parameter(case.hidden))
+    check(run(case), case)
 
 
 def far(lowering: Lowering, by: float) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -93,11 +94,13 @@ def files_of_second_call(call: Callable[[], object]) -> list[str]:
 
     for _ in range(3):
         call()
+    gc.disable()  # or what it finalizes may pass files, too
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return list(found)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize
-from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record
-from subtensors.dispatch.chunked.row_forms import class_sum, gathered, log_sum_exp
-from subtensors.dispatch.chunked.row_statistics import has_rows, record_statistic
+from subtensors.dispatch.chunked.row_forms import class_sum, gathered, largest_class, log_sum_exp
+from subtensors.dispatch.chunked.row_statistics import has_rows
 from subtensors.dispatch.chunked.rules.carried_dims import carry
 from subtensors.dispatch.ops.dims import listed
 from subtensors.dispatch.ops.tree import PyTree
@@ -51,10 +50,10 @@ def record_class_sum(call: ChunkedCall, x: LazyValue, dim: Sequence[int] | None,
 
 @RULES.register(aten.argmax.default)
 def record_argmax(call: ChunkedCall, x: LazyValue, dim: int | None, keepdim: bool) -> PyTree:
-    """Record the largest class of a linear layer's logits as a statistic."""
+    """Record the largest class of a linear layer's logits, or of what grows with them, as a statistic."""
 
     def statistic() -> LazyValue | None:
-        found = None if match_linear_logits(x, maps=True) is None else record_statistic(x, "argmax")
+        found = largest_class(x)
         return found if found is None or not keepdim else record(aten.unsqueeze.default, found, -1)
 
     return _unless_carried(call, x, dim, statistic)
