@@ -13,6 +13,7 @@ import asyncio
 import random
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,11 +125,12 @@ def main() -> None:
     with ExitStack() as stack:
         made = engines(options.device, limits)
         servers = {n: stack.enter_context(serving(application(made[n], limits)))[0] for n in options.engines}
-        for _ in range(ROUNDS):
+        for turn in range(ROUNDS):
             for name in order.sample(options.engines, len(options.engines)):
                 started = time.perf_counter()
                 found[name].append(asyncio.run(load(servers[name], texts, options.clients)))
                 seconds[name].append(time.perf_counter() - started)
+                print(f"round {turn + 1} of {ROUNDS}, {name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
     for name, rounds in found.items():
         slowest = sorted(answer.seconds for answers in rounds for answer in answers)
         rates = sorted(len(texts) / taken for taken in seconds[name])

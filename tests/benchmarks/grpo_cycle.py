@@ -8,11 +8,10 @@ fused AdamW, and has torch_memory_saver keep parameters and state on the host wh
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.options import add_shared_options, names
 from benchmarks.processes import run_cold
-from benchmarks.rows import Setting, from_json, save
+from benchmarks.rows import Setting, load, save
 from benchmarks.table import describe, figure, folded
 
 
@@ -126,12 +125,11 @@ class CycleRow:
     setting: Setting = field(repr=False)
 
 
-def measure(variant: str, cycles: int, tiny: bool, device: str) -> list[CycleRow]:
-    """Run cycles of one way in this process."""
+def measure(variant: str, cycles: int, tiny: bool, device: str) -> Iterator[CycleRow]:
+    """Run cycles of one way in this process; yields a row after each."""
     example = import_module("grpo_cycle")
     plan = replace(example.plan_on("cpu" if tiny else device), device=device)
     job = example.Job(plan) if variant == "subtensors" else trl_job(plan, saver())
-    rows = []
     for number in range(cycles):
         free: list[int] = []
 
@@ -141,15 +139,14 @@ def measure(variant: str, cycles: int, tiny: bool, device: str) -> list[CycleRow
 
         found = job.cycle(lend)
         freed, setting = found.freed_bytes / 2**20, Setting.now(device, tiny)
-        rows.append(CycleRow(variant, number, found.seconds, freed, free[0] / 2**20, found.reward, found.loss, setting))
-    return rows
+        yield CycleRow(variant, number, found.seconds, freed, free[0] / 2**20, found.reward, found.loss, setting)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options."""
     parser.add_argument("--variants", default="subtensors,TRL", help="each in its own process (%(default)s)")
     parser.add_argument("--cycles", type=int, default=3, help="of each (%(default)s)")
-    parser.add_argument("--here", action="store_true", help="one variant in this process, its rows printed as JSON")
+    parser.add_argument("--here", action="store_true", help="one variant in this process; its rows join those in --out")
     add_shared_options(parser, "a small model")
     parser.set_defaults(run=run)
 
@@ -157,29 +154,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what the options ask for; returns the exit status."""
     wanted = names(options.variants, ["subtensors", "TRL"], "variant")
+    data = options.out / "grpo_cycle.json"
     if options.here:
-        print(json.dumps([asdict(row) for row in measure(wanted[0], options.cycles, options.tiny, options.device)]))
+        rows = load(CycleRow, data) if data.exists() else []
+        for row in measure(wanted[0], options.cycles, options.tiny, options.device):
+            rows.append(row)
+            save(rows, data)  # a run that is cut short leaves what it measured
+        print(f"{wanted[0]}: {options.cycles} cycles")
         return 0
     missing = [name for name in ("trl", "torch_memory_saver") if find_spec(name) is None]
     if "TRL" in wanted and (missing or options.device != "cuda"):
         print(f"TRL is left out: it needs {' and '.join(missing) if missing else 'a GPU'}")
         wanted.remove("TRL")
-    rows = list[CycleRow]()
-    for name in wanted:
-        given = [
-            "grpo-cycle",
-            "--here",
-            "--variants",
-            name,
-            "--cycles",
-            str(options.cycles),
-            "--device",
-            options.device,
-        ]
-        lines = run_cold("benchmarks", [*given, *["--tiny"] * options.tiny])
-        rows += [from_json(CycleRow, json.dumps(row)) for row in json.loads(lines)]
     options.out.mkdir(parents=True, exist_ok=True)
-    save(rows, options.out / "grpo_cycle.json")
+    save([], data)
+    here = ["grpo-cycle", "--here", "--cycles", str(options.cycles), "--device", options.device]
+    for name in wanted:
+        run_cold("benchmarks", [*here, "--variants", name, "--out", str(options.out), *["--tiny"] * options.tiny])
+    rows = load(CycleRow, data)
     columns = ["variant", "cycle", "seconds", *rows[0].seconds, "freed MiB", "free MiB", "loss"]
     cells = [
         [
