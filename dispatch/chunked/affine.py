@@ -6,7 +6,7 @@ in the pass that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch._ops import OpOverloadPacket
@@ -62,25 +62,20 @@ def is_affine(value: LazyValue, sums: Sequence[LazyValue]) -> bool:
     Returns:
         False also where the ops don't show it.
     """
-    ids = {id(v) for v in sums}
-    results: dict[int, tuple[bool, bool]] = {}
-
-    def analyze(v: LazyValue) -> tuple[bool, bool]:
-        """Return whether a value depends on the sums, and whether it is affine in them."""
-        if id(v) in ids:
-            return True, True
-        if v.node is None or v.tensor is not None or v.combine is not None:
-            return False, True
-        if id(v) not in results:
-            results[id(v)] = _analyze(v, analyze)
-        return results[id(v)]
-
-    depends, affine = analyze(value)
+    depends, affine = _analyze(value, {id(v): (True, True) for v in sums})
     return depends and affine
 
 
-def _analyze(value: LazyValue, analyze: Callable[[LazyValue], tuple[bool, bool]]) -> tuple[bool, bool]:
-    """Analyze a value by its op and by the results for its operands."""
+def _analyze(value: LazyValue, known: dict[int, tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Return whether a value depends on the sums, and whether it is affine in them; add both to `known`, by its id."""
+    if id(value) not in known:
+        is_computed = value.node is not None and value.tensor is None and value.combine is None
+        known[id(value)] = _analyze_op(value, known) if is_computed else (False, True)
+    return known[id(value)]
+
+
+def _analyze_op(value: LazyValue, known: dict[int, tuple[bool, bool]]) -> tuple[bool, bool]:
+    """Analyze a value by its op and its operands."""
     node = value.node
     assert node is not None
     depending: list[int] = []
@@ -88,7 +83,7 @@ def _analyze(value: LazyValue, analyze: Callable[[LazyValue], tuple[bool, bool]]
     for position, argument in enumerate([*node.args, *node.kwargs.values()]):
         for x in tree_leaves(argument):
             if isinstance(x, (LazyValue, RowSlice)):
-                depends, affine = analyze(x.value if isinstance(x, RowSlice) else x)
+                depends, affine = _analyze(x.value if isinstance(x, RowSlice) else x, known)
                 if depends and not affine:
                     return True, False
                 if depends:

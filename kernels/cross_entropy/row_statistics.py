@@ -132,7 +132,8 @@ def _result(ctx: _StatisticsContext) -> LogitStatistics:
     statistics = ctx.sums.statistics()
     if statistics.argmax is not None:
         ctx.mark_non_differentiable(statistics.argmax)
-    return statistics
+    # A result that the node holds would be a cycle, and what the program writes to it would reach the backward.
+    return statistics._replace(target_logits=statistics.target_logits.clone())
 
 
 def row_statistics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,25 @@ def test_every_form_of_a_statistic_is_one_op_and_logits_are_nothing_else(program
     described = st.explain(value)
     assert described.count("row_statistics") == 1
     assert described.count("[12, 20]") == 1, "only the product has the size of the logits"
+
+
+@pytest.mark.parametrize("program", [entropy, expectation, selected, hits, several_classes, of_a_sequence])
+@pytest.mark.usefixtures("blocks")
+def test_a_step_leaves_no_tensors_to_the_garbage_collector(program: Any) -> None:
+    case = linear_case()
+    leaves = [case[name].requires_grad_() for name in ("h", "w", "b")]
+
+    def step() -> int:
+        program(F.linear(st.chunk(leaves[0], rows=5), *leaves[1:]), case["target"]).sum().backward()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        assert step() == step()
+    finally:
+        gc.enable()
 
 
 def by_entropy(z: Tensor, t: Tensor) -> Tensor:
