@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 from pydantic import BaseModel, Field
@@ -118,12 +119,13 @@ class Batcher:
             texts = [waiting.text for waiting in batch]
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self.thread, self.engine.embed, texts)
+                answers = list(zip(batch, found, strict=True))
             except Exception as error:  # each of the batch raises it; the server goes on
                 for waiting in batch:
                     if not waiting.result.done():
                         waiting.result.set_exception(error)
                 continue
-            for waiting, embedding in zip(batch, found, strict=True):
+            for waiting, embedding in answers:
                 if not waiting.result.done():  # it is, where the client has gone
                     waiting.result.set_result(embedding)
 
@@ -153,7 +155,7 @@ def application(make_engine: Callable[[], Engine], limits: Limits) -> FastAPI:
     """
     registry = CollectorRegistry()
     requests = Counter("requests", "requests for an embedding, by status", ["status"], registry=registry)
-    seconds = Histogram("request_seconds", "from a request to its answer", registry=registry)
+    seconds = Histogram("request_seconds", "from a text that is taken to its embedding", registry=registry)
     batcher = Batcher(make_engine(), limits, registry)
     longest_body = 6 * limits.longest + 1024  # JSON may write a byte as \u0000
 
@@ -176,33 +178,38 @@ def application(make_engine: Callable[[], Engine], limits: Limits) -> FastAPI:
 
     @app.middleware("http")
     async def bounded(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Refuse a body that no text can need before it is read."""
+        """Refuse a body that no text can need before it is read, and count the answers."""
         length = request.headers.get("content-length", "")
-        if request.method != "POST" or (length.isdecimal() and int(length) <= longest_body):
-            return await answer(request)
-        status = 413 if length.isdecimal() else 411
-        requests.labels(str(status)).inc()
-        return Response(f"a body says its content-length, of {longest_body} at most", status_code=status)
+        status = 500
+        try:
+            if request.method != "POST" or (length.isdecimal() and int(length) <= longest_body):
+                response = await answer(request)
+            else:
+                said = f"a body says its content-length, of {longest_body} at most"
+                response = Response(said, status_code=413 if length.isdecimal() else 411)
+            status = response.status_code
+        finally:
+            if request.url.path == "/embed":
+                requests.labels(str(status)).inc()
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        """Refuse a body that is no text, without the body: half a surrogate pair can't be sent back."""
+        return Response('a body is {"text": ...}, with a text that is not empty', status_code=422)
 
     @app.post("/embed")
     async def embed(body: Text) -> dict[str, list[float]]:
         """Return the embedding of a text."""
         encoded = body.text.encode()
+        if len(encoded) > limits.longest:
+            raise HTTPException(413, f"a text has {limits.longest} bytes at most, and this one has {len(encoded)}")
+        began = time.monotonic()
         try:
-            if len(encoded) > limits.longest:
-                raise HTTPException(413, f"a text has {limits.longest} bytes at most, and this one has {len(encoded)}")
-            with seconds.time():
-                found = await batcher.submit(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).long())
+            found = await batcher.submit(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).long())
         except OverloadedError:
-            requests.labels("503").inc()
             raise HTTPException(503, "too many texts wait", headers={"Retry-After": "1"}) from None
-        except HTTPException as error:
-            requests.labels(str(error.status_code)).inc()
-            raise
-        except Exception:  # counted, and raised again
-            requests.labels("500").inc()
-            raise
-        requests.labels("200").inc()
+        seconds.observe(time.monotonic() - began)
         return {"embedding": found}
 
     @app.get("/metrics")

@@ -34,7 +34,7 @@ class _Memory:
 
 
 class ColumnPasses:
-    """The two passes over the logits of a linear layer.
+    """The two passes over the logits of a linear layer, to which nothing refers between them.
 
     Args:
         linear: the linear layer.
@@ -44,21 +44,22 @@ class ColumnPasses:
     """
 
     def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
-        self.linear, self.columns = linear, min(columns, linear.weight.shape[0])
+        self.columns = min(columns, linear.weight.shape[0])
         self.blocks = parts(linear.weight.shape[0], self.columns)
         self.own: range = _kept_blocks(linear, self.blocks, self.columns, kept)
         """The blocks that are kept in memory of their own."""
         self._memory: _Memory | None = None
         """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
 
-    def fold(self, fold: Callable[[Block], None]) -> None:
+    def fold(self, linear: LinearHead, fold: Callable[[Block], None]) -> None:
         """Run the first pass.
 
         Args:
+            linear: the linear layer.
             fold: called with each block of logits, in order.
         """
-        linear, all_rows = self.linear, (0, self.linear.hidden.shape[0])
-        memory = self._allocate()
+        all_rows = 0, linear.hidden.shape[0]
+        memory = self._allocate(linear)
         if any(linear.needs):
             memory.places = _places(linear, self.blocks, self.columns, memory.weight_grad, self.own)
             self._memory = memory
@@ -66,11 +67,12 @@ class ColumnPasses:
             fold(linear.logits(memory.places.get(number, memory.scratch), all_rows, part))
 
     def gradients(
-        self, write_gradient: Callable[[Block, Tensor], None]
+        self, linear: LinearHead, write_gradient: Callable[[Block, Tensor], None]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Run the second pass. It may run again: then all logits are computed again.
 
         Args:
+            linear: the linear layer.
             write_gradient: called with a block of logits and the tensor that takes their gradient; both may share
                 memory.
 
@@ -78,10 +80,9 @@ class ColumnPasses:
             the gradients of hidden states, weight and bias; None where one is not needed. That of the bias is in the
             dtype of the computation.
         """
-        linear, all_rows = self.linear, (0, self.linear.hidden.shape[0])
-        needs = linear.needs
+        all_rows, needs = (0, linear.hidden.shape[0]), linear.needs
         first_pass, self._memory = self._memory, None
-        memory = self._allocate() if first_pass is None else first_pass
+        memory = self._allocate(linear) if first_pass is None else first_pass
         places, scratch, weight_grad = memory.places, memory.scratch, memory.weight_grad
         bias_grad = linear.bias_grad()
         hidden_sum = _hidden_sum(linear, len(self.blocks), self.columns) if needs.hidden else None
@@ -112,8 +113,7 @@ class ColumnPasses:
             linear.shard.reduced(hidden_grad, "SUM")
         return hidden_grad.to(linear.hidden.dtype), weight_grad, bias_grad
 
-    def _allocate(self) -> _Memory:
-        linear = self.linear
+    def _allocate(self, linear: LinearHead) -> _Memory:
         return _Memory(linear.hidden.new_empty(linear.hidden.shape[0] * self.columns), linear.weight_grad())
 
 

@@ -411,12 +411,13 @@ def _weight_sum(problem: Problem, rows: int, exact: bool) -> GradientSum:
 
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
     passes, loss = ColumnPasses(problem, columns, kept), problem.passes
-    passes.fold(loss.sums.fold)
+    passes.fold(problem, loss.sums.fold)
     loss.sums.fold_shards(problem.shard)
     if not any(problem.needs):
         return problem.result(None, None, None)
     factors = loss.factors(problem.factors)
-    return problem.result(*passes.gradients(lambda block, into: loss.sums.write_gradient(block, factors, into)))
+    gradients = passes.gradients(problem, lambda block, into: loss.sums.write_gradient(block, factors, into))
+    return problem.result(*gradients)
 
 
 def _check(

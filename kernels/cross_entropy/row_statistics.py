@@ -34,7 +34,8 @@ class _StatisticsContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
     sums: RowSums
     passes: ColumnPasses
-    bias_dtype: torch.dtype
+    weight_grad_dtype: torch.dtype
+    shard: VocabularyShard | None
 
 
 class _RowStatistics(torch.autograd.Function):
@@ -83,23 +84,16 @@ class _LinearRowStatistics(torch.autograd.Function):
         scale: Tensor | None,
         class_map: ClassMap | None,
     ) -> LogitStatistics:
-        needs = ctx.needs_input_grad
-        linear = LinearHead(
-            hidden.detach(),
-            weight.detach().to(hidden.dtype),
-            None if bias is None else bias.detach().to(hidden.dtype),
-            GradFlags(needs[0], needs[1], bias is not None and needs[2]),
-            weight.dtype,
-            shard,
-        )
+        ctx.weight_grad_dtype, ctx.shard = weight.dtype, shard
+        weight_used = weight.detach().to(hidden.dtype)
+        linear = _linear(ctx, hidden, weight_used, bias)
         check_classes(targets, linear.classes)
         sums = ctx.sums = RowSums(options, targets, vector, hidden, scale=scale, class_map=class_map)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
-        ctx.passes.fold(sums.fold)
+        ctx.passes.fold(linear, sums.fold)
         sums.fold_shards(shard)
-        ctx.bias_dtype = hidden.dtype if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, *[x for x in (bias, scale) if x is not None])
+        ctx.save_for_backward(hidden, weight_used, bias, weight, scale)  # type: ignore[arg-type]  # None is fine
         return _result(ctx)
 
     @staticmethod
@@ -107,18 +101,27 @@ class _LinearRowStatistics(torch.autograd.Function):
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(x is None for x in upstream):
             return (None,) * 11
-        hidden, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
+        hidden, weight, bias, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
+        linear = _linear(ctx, hidden, weight, bias)
         sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
-        gradients = ctx.passes.gradients(lambda block, into: sums.write_gradient(block, factors, into))
+        gradients = ctx.passes.gradients(linear, lambda block, into: sums.write_gradient(block, factors, into))
         grad_hidden, grad_weight, grad_bias = gradients
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
-            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
             *(None,) * 6,
-            _scale_grad(ctx, 9, ctx.passes.linear.shard),
+            _scale_grad(ctx, 9, ctx.shard),
             None,
         )
+
+
+def _linear(ctx: _StatisticsContext, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearHead:
+    """Return the linear layer, in the dtype of the hidden states."""
+    of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+    needs = GradFlags(of_hidden, of_weight, bias is not None and of_bias)
+    bias = None if bias is None else bias.detach().to(hidden.dtype)
+    return LinearHead(hidden.detach(), weight.detach(), bias, needs, ctx.weight_grad_dtype, ctx.shard)
 
 
 def _scale_grad(ctx: _StatisticsContext, position: int, shard: VocabularyShard | None = None) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -159,11 +159,27 @@ def cross_entropies(z: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(z, t, reduction="none") * ADVANTAGE[: len(t)].to(z.dtype)
 
 
+@pytest.fixture
+def have_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int]], None]]:
+    """Give the cost model blocks of columns: a head of twenty classes has none of the usual ones."""
+    plans = cost_model.plan_row_statistics, cost_model.plan_linear_cross_entropy
+
+    def have(widths: list[int]) -> None:
+        monkeypatch.setattr(cost_model, "block_columns", lambda rates: widths)
+        for plan in plans:  # which may be known from a test without these
+            plan.cache_clear()
+
+    yield have
+    monkeypatch.undo()
+    for plan in plans:
+        plan.cache_clear()
+
+
 @pytest.fixture(params=["by rows", "by columns"])
-def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the cost model choose among columns, or not: a head of twenty classes has none of the usual blocks."""
+def blocks(request: pytest.FixtureRequest, have_blocks: Callable[[list[int]], None]) -> None:
+    """Let the cost model choose among columns, or not."""
     if request.param == "by columns":
-        monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8, 12])
+        have_blocks([8, 12])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -267,6 +283,24 @@ def test_a_step_leaves_no_tensors_to_the_garbage_collector(program: Any) -> None
         gc.enable()
 
 
+@pytest.mark.parametrize("program", [entropy, selected])
+@pytest.mark.usefixtures("blocks")
+def test_a_loss_that_is_kept_after_its_backward_keeps_no_operands(program: Any) -> None:
+    case = linear_case()
+
+    def step() -> tuple[Tensor, int]:
+        hidden, weight = case["h"].requires_grad_().sin(), case["w"].requires_grad_().cos()
+        addresses = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
+        loss = program(F.linear(st.chunk(hidden), weight), case["target"]).square().mean().realize()
+        loss.backward()
+        del hidden, weight
+        found = [x for x in gc.get_objects() if type(x) is Tensor and x.device.type == "cpu"]
+        return loss, sum(x.untyped_storage().data_ptr() in addresses for x in found)
+
+    step()  # whose imports leave cycles
+    assert step()[1] == 0
+
+
 def by_entropy(z: Tensor, t: Tensor) -> Tensor:
     return entropy(z, t).sum()
 
@@ -282,9 +316,9 @@ def by_masked_entropy(z: Tensor, t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [by_entropy, by_mean_of_sequences, by_masked_entropy])
 def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
-    loss: Any, monkeypatch: pytest.MonkeyPatch
+    loss: Any, have_blocks: Callable[[list[int]], None]
 ) -> None:
-    monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8])
+    have_blocks([8])
     case = linear_case(32, 4, 80)
     h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
     with Sizes() as seen, allocations() as made:
@@ -296,8 +330,10 @@ def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
     assert made.largest < 32 * 80
 
 
-def test_a_frozen_head_stays_by_rows_and_takes_no_product_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_model, "block_columns", lambda rates: [8])
+def test_a_frozen_head_stays_by_rows_and_takes_no_product_for_its_gradient(
+    have_blocks: Callable[[list[int]], None],
+) -> None:
+    have_blocks([8])
     case = linear_case()
     h, w = case["h"].requires_grad_(), case["w"]
     with Sizes() as seen:
