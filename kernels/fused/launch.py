@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -201,6 +202,8 @@ class Grid(Workspaces[Workspace]):
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
         self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
         self._launchers: dict[int, Launch] = {}
+        self._launching = Lock()
+        """Held by a launch: another thread's kernels on the same stream work in the same memory."""
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -272,7 +275,7 @@ class Grid(Workspaces[Workspace]):
         workspace: int | None,
         prelude: Prelude | None = None,
     ) -> None:
-        """Run every kernel of the program once.
+        """Run every kernel of the program once; of several threads, one launches after the other.
 
         Args:
             table: address of the result of `table`.
@@ -283,25 +286,26 @@ class Grid(Workspaces[Workspace]):
             workspace: which workspace to use; launches that may run at the same time want different ones.
             prelude: a launch to make before.
         """
-        own = self.workspace(workspace)
-        rest = (scalars, *own.addresses, seed, self.count, self.chunks.total)
-        for number, kernel in enumerate(self.kernels.kernels):
-            tile_map, constants = self._tile_map(kernel)
-            arenas = [outputs[k] for k in kernel.segment.outputs]
-            if prelude is not None:
-                pending, prelude = prelude, None
-                if kernel.lanes is not None and not arenas:
-                    pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
-                    continue
-                pending.launch()
-            arguments = (table, tile_map.address, *rest, *arenas, *constants)
-            launch = self._launchers.get(number)
-            if launch is not None:
-                launch(*arguments, stream=stream)
-            else:
-                self._first_launch(number, kernel, arguments)
-            if self.exchange is not None:
-                self._exchange(self.exchange, kernel, own.slots)
+        with self._launching:
+            own = self.workspace(workspace)
+            rest = (scalars, *own.addresses, seed, self.count, self.chunks.total)
+            for number, kernel in enumerate(self.kernels.kernels):
+                tile_map, constants = self._tile_map(kernel)
+                arenas = [outputs[k] for k in kernel.segment.outputs]
+                if prelude is not None:
+                    pending, prelude = prelude, None
+                    if kernel.lanes is not None and not arenas:
+                        pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
+                        continue
+                    pending.launch()
+                arguments = (table, tile_map.address, *rest, *arenas, *constants)
+                launch = self._launchers.get(number)
+                if launch is not None:
+                    launch(*arguments, stream=stream)
+                else:
+                    self._first_launch(number, kernel, arguments)
+                if self.exchange is not None:
+                    self._exchange(self.exchange, kernel, own.slots)
 
     def _tile_map(self, kernel: Kernel) -> tuple[TileMap, tuple[int, ...]]:
         """Return the tile map that a kernel sweeps over, and the constants that it is compiled for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import subtensors as st
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.fused.triton_executor import TritonExecutor
+from subtensors.kernels.fused.codegen import Kernel
 from subtensors.kernels.fused.launch import Grid
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.optim import gradient_norm
@@ -120,6 +122,30 @@ def test_threads_that_make_the_same_workspace_share_one(
 
     monkeypatch.setattr(torch, "empty", slowly)
     assert grid.workspace(77) is made[0]
+
+
+def test_no_thread_launches_between_the_kernels_of_another(
+    device: str, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one stream they work in the same memory."""
+    fusion, mine, others = FusedFunction(normalised), column(1.0, device=device), column(100.0, device=device)
+    expected = [column(value, device=device)[0] for value in (1.0, 100.0)]
+    for p in expected:
+        normalised(p, 0.5)
+    thread = threading.Thread(target=copy_context().run, args=(fusion, others, 0.5))
+    tile_map = Grid._tile_map
+
+    def between(self: Grid, kernel: Kernel) -> Any:
+        if thread.ident is None and kernel is self.kernels.kernels[1]:
+            thread.start()
+            thread.join(0.2)
+        return tile_map(self, kernel)
+
+    fusion(column(1.0, device=device), 0.5)
+    monkeypatch.setattr(Grid, "_tile_map", between)
+    fusion(mine, 0.5)
+    thread.join()
+    torch.testing.assert_close([mine[0], others[0]], expected)
 
 
 @pytest.mark.gpu
