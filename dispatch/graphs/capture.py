@@ -18,7 +18,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from threading import Lock
+from threading import Lock, RLock
 from typing import TypeAlias, TypedDict
 
 import numpy as np
@@ -40,6 +40,9 @@ _MAX_ATTEMPTS = 4
 _PINNED_POOLS = 64
 _destroyed = 0
 _growing = Lock()
+_one_at_a_time = RLock()
+_MAX_WAIT = 60.0
+"""The most seconds that a capture waits for another thread's, which may wait for a lock that this thread holds."""
 _allocating_workspaces = Lock()
 _workspace_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 """By device and stream; torch has 32 streams, which it hands out in turn."""
@@ -87,13 +90,15 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandl
     """A context that captures the work of this thread on the current stream; other threads may use the device.
 
     If it fails, torch is left as before: no capture is under way, the pool has no further owner, and random numbers can
-    be drawn.
+    be drawn. Threads take turns: torch's generator counts the numbers of one capture, and a second one that begins
+    meanwhile sets the count to 0, so that the graphs would draw the same numbers twice. Checked on 2.11.
 
     Args:
         graph: a new one.
         device: the current one.
         pool: where the graph allocates its memory.
     """
+    is_alone = _one_at_a_time.acquire(timeout=_MAX_WAIT)
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]  # a private type
         try:
@@ -106,6 +111,9 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandl
     except BaseException:
         _close_failed_capture(graph, device, pool)
         raise
+    finally:
+        if is_alone:
+            _one_at_a_time.release()
 
 
 def _close_failed_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: PoolHandle) -> None:
@@ -115,11 +123,10 @@ def _close_failed_capture(graph: torch.cuda.CUDAGraph, device: torch.device, poo
     as captured. Only `capture_end` of the graph resets them, and it needs a capture to end: so another one, of a single
     kernel, is begun on the same stream.
     """
-    scratch = torch.empty(1, device=device)
     if not _has_ended(graph):
         try:
             _begin_capture(torch.cuda.current_stream(device))
-            scratch.zero_()
+            _launch_kernel()
             graph.capture_end()
         except RuntimeError as error:  # the failed capture had not begun
             _log.debug("a failed capture is closed step by step: %s", error)
@@ -141,20 +148,25 @@ def _close_step_by_step(device: torch.device, pool: PoolHandle) -> None:
     with suppress(RuntimeError):  # the allocator may not serve the capture
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined]
-    scratch = torch.empty(1, device=device)
     # The first call of CUDA may report an earlier error.
     for _ in range(_MAX_ATTEMPTS):
         with torch.cuda.stream(torch.cuda.Stream(device)):
             try:
                 empty = torch.cuda.CUDAGraph()
                 empty.capture_begin(capture_error_mode="thread_local")
-                scratch.zero_()
+                _launch_kernel()
                 empty.capture_end()
             except RuntimeError as error:
                 _log.debug("after a failed capture: %s", error)
                 continue
         empty.reset()
         return
+
+
+@requires("torch._C._cuda_sleep")
+def _launch_kernel() -> None:
+    """Launch a kernel that needs no memory, of which there may be none left."""
+    torch._C._cuda_sleep(1)  # type: ignore[attr-defined]
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
@@ -232,6 +244,13 @@ def _segments(pool: PoolHandle) -> list[_Segment]:
     # (github.com/pytorch/pytorch/pull/196366, open in September 2026).
     segments: list[_Segment] = torch.cuda.memory_snapshot(include_traces=False)
     return [segment for segment in segments if segment["segment_pool_id"] == pool]
+
+
+def empty_cache() -> None:
+    """Return torch's cached memory to the device, unless a thread captures a graph or allocates from a memory pool."""
+    if not deferred_finalizers.is_capturing():
+        with suppress(RuntimeError):  # torch's assertion that no thread does. Checked on 2.11.
+            torch.cuda.empty_cache()
 
 
 def make_workspaces(device: torch.device) -> None:

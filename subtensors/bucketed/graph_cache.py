@@ -210,7 +210,7 @@ class GraphCache:
         self.state.optimizers.take_snapshot()  # the first step makes their state
         if isinstance(bucket, TrainedBucket) and bucket.pool is not None:
             # The first call left as much memory in torch's cache as the pool needs.
-            torch.cuda.empty_cache()
+            capture.empty_cache()
         active_bytes = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.no_graph_reason:
             # A capture writes nothing, and the caller's backward is still to come.
@@ -329,4 +329,4 @@ class GraphCache:
             if bucket.is_allocated:
                 bucket.drop()
         if self.pools:
-            torch.cuda.empty_cache()
+            capture.empty_cache()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from subtensors.arguments import shown
 from subtensors.dispatch.fused.torch_executor import joined_parts
-from subtensors.dispatch.graphs import deferred_finalizers
+from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
@@ -249,8 +249,8 @@ def make_room(params: Sequence[Tensor], entries: int) -> None:
     segments that the next backward, or a graph's memory, needs as one.
     """
     nbytes = entries * sum(p.nbytes for p in params)
-    if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES and not deferred_finalizers.is_capturing():
-        torch.cuda.empty_cache()
+    if params[0].device.type == "cuda" and nbytes >= EMPTY_CACHE_BYTES:
+        capture.empty_cache()
 
 
 def init_together(params: Sequence[Tensor], dtype: torch.dtype, are_copies: bool) -> list[Tensor]:

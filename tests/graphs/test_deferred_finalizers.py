@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pretend_graphs import pretend
 from torch.nn import Parameter
 
 import subtensors as st
@@ -132,6 +133,31 @@ def test_no_garbage_is_collected_and_no_work_runs_during_a_capture_of_any_thread
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_torchs_cache_is_not_emptied_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, trained=True)
+    emptied: list[bool] = []
+
+    def empty_cache() -> None:
+        emptied.append(deferred_finalizers.is_capturing())
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")  # a thread has a pool of its own
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    run = st.bucketed(lambda x: x.exp(), {"x": {0: st.Dim("n", max=8)}})
+
+    def train_and_release() -> None:
+        run(torch.ones(3, requires_grad=True)).sum().backward()
+        assert run.stats().captures == 1
+        run.release()
+
+    with deferred_finalizers.no_gc_during_capture():
+        thread = threading.Thread(target=train_and_release)
+        thread.start()
+        thread.join()
+    assert emptied == []
+    run.release()
+    assert emptied == [False]
 
 
 def test_the_graph_of_a_deleted_recording_is_destroyed_after_a_capture(capture: list[bool]) -> None:

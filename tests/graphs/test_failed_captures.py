@@ -1,17 +1,21 @@
-"""A failed capture leaves torch unchanged: random numbers, the allocator, the pool's other graphs."""
+"""A failed capture leaves torch unchanged: random numbers, the allocator, the pool's other graphs, other captures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subtensors.dispatch.graphs.capture import capturing
 from subtensors.dispatch.graphs.pool import GraphPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _raises(y: Tensor) -> None:
@@ -60,6 +64,7 @@ def _accumulates_on_another_stream(y: Tensor) -> None:
     ],
 )
 @pytest.mark.parametrize("with_another", [False, True])
+@pytest.mark.gpu
 def test_a_failed_capture_leaves_torch_unchanged(fail: Callable[[Tensor], None], with_another: bool) -> None:
     device = torch.device("cuda", 0)
     weight = torch.nn.Parameter(torch.randn(64, 64, device=device))
@@ -99,6 +104,7 @@ def test_a_failed_capture_leaves_torch_unchanged(fail: Callable[[Tensor], None],
     torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu
 def test_a_capture_within_another_is_refused() -> None:
     device = torch.device("cuda", 0)
     pool = GraphPool(device)
@@ -110,3 +116,58 @@ def test_a_capture_within_another_is_refused() -> None:
         y = x * 3
     mine.replay()
     assert y.sum() == 9
+
+
+class GraphOnCpu:
+    """A graph whose capture begins and ends, and does nothing."""
+
+    def __init__(self, steps: list[str]) -> None:
+        self.steps = steps
+
+    def capture_begin(self, **options: Any) -> None:
+        self.steps.append("begin")
+
+    def capture_end(self) -> None:
+        self.steps.append("end")
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+    def reset(self) -> None:
+        self.steps.append("reset")
+
+
+def captured(steps: list[str], program: Callable[[], object]) -> None:
+    with capturing(cast(torch.cuda.CUDAGraph, GraphOnCpu(steps)), torch.device("cpu"), (0, 1)):
+        program()
+
+
+def test_a_program_that_has_taken_all_memory_is_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def out_of_memory(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    def program() -> None:
+        monkeypatch.setattr(torch, "empty", out_of_memory)
+        raise ValueError("of the program")
+
+    with pytest.raises(ValueError, match="of the program"):
+        captured(steps, program)
+    assert steps == ["begin", "end", "reset"]
+
+
+def test_threads_capture_one_at_a_time() -> None:
+    """Torch's generator counts the random numbers of one capture, from where the last one began."""
+    steps: list[str] = []
+    both = Barrier(2)
+
+    def program() -> None:
+        try:
+            both.wait(0.2)  # until the other thread's capture has begun as well
+        except BrokenBarrierError:
+            steps.append("alone")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: captured(steps, program), range(2)))
+    assert steps == ["begin", "alone", "end"] * 2
