@@ -2,11 +2,12 @@
 
 A captured graph reads its inputs at fixed addresses; each call brings tensors of other sizes. One kernel copies all of
 them at once. Its launch is prepared once: only addresses and sizes vary from call to call. Until another thread has
-compiled the kernel, torch ops do the same.
+compiled the kernel, torch ops do the same; always, where it can't be compiled or loaded.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from subtensors.kernels.runtime.async_compile import CompiledKernel, compile_async
 from subtensors.kernels.runtime.launcher import JitKernel, Launch, current_stream, launching_on, prepare_launch
+
+_log = logging.getLogger("subtensors.bucketed")
 
 BLOCK = 1024
 
@@ -103,7 +106,7 @@ class LoadKernel:
 
     def is_compiled(self) -> bool:
         """Return whether a call can run without waiting for the compiler."""
-        return self._compiled is None or self._compiled.done()
+        return self._compiled is None or (self._compiled.done() and self._compiled.exception() is None)
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Copy the sources into the targets; see `InputLoader`."""
@@ -133,7 +136,14 @@ class LoadKernel:
 @cache
 def _compiled(constants: _Constants, device: torch.device, sizes: int) -> Future[CompiledKernel]:
     """Return a future of the kernel, compiled for arguments of any value and loaded."""
-    return compile_async(lambda: _compile(constants, device, sizes))
+    compiled = compile_async(lambda: _compile(constants, device, sizes))
+    compiled.add_done_callback(_log_failure)
+    return compiled
+
+
+def _log_failure(compiled: Future[CompiledKernel]) -> None:
+    if (error := compiled.exception()) is not None:
+        _log.warning("inputs are copied by torch's ops, since their kernel can't be compiled or loaded: %s", error)
 
 
 def _compile(constants: _Constants, device: torch.device, sizes: int) -> CompiledKernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.kernels.graph_inputs import inputs
 from subtensors.kernels.graph_inputs.inputs import InputLoader, LoadKernel, load_inputs_reference
+from subtensors.kernels.runtime.async_compile import CompiledKernel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
@@ -78,6 +81,23 @@ def test_a_static_input_that_is_not_contiguous_is_refused(device: str) -> None:
     target, sizes = torch.zeros(2, 3, device=device).t(), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="static inputs are contiguous"):
         InputLoader([target], [[-1, -1]], sizes)
+
+
+def test_inputs_are_loaded_where_their_kernel_can_not_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its compilation runs in another thread, where a capture of any thread may refuse it."""
+    failed: Future[CompiledKernel] = Future()
+    failed.set_exception(RuntimeError("operation not permitted when stream is capturing"))
+    monkeypatch.setattr(inputs, "compile_async", lambda compile: failed)
+    target, sizes = torch.ones(4), torch.zeros(1, dtype=torch.int64)
+    loader = InputLoader([target], [[0]], sizes)
+    loader.kernel = LoadKernel([target], [[0]], sizes)
+    loader.kernel._compiled = inputs._compiled.__wrapped__(loader.kernel._constants, target.device, 1)
+    for n in (3, 2):
+        loader([torch.full((n,), 5.0)], (n,))
+        assert (target.tolist(), sizes.tolist()) == ([5.0] * n + [0.0] * (4 - n), [n])
+    assert "operation not permitted" in caplog.text
 
 
 @pytest.mark.gpu
