@@ -21,11 +21,12 @@ lets torch's own allocator use the range.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import RLock
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, NoReturn, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -127,17 +128,18 @@ class Arena(Constructors):
                 release; None discards them.
 
         Raises:
-            AddressError: the arena is released already, a CUDA graph is being captured, or an autograd graph or other
+            AddressError: the arena is released already, a thread captures a CUDA graph, or an autograd graph or other
                 C++ code refers to a tensor, which it might read. Nothing is freed then.
             MemoryError: the host has not enough memory for the copy. Nothing is freed then.
             ValueError: `keep` is another value.
         """
         if not (keep is None or isinstance(keep, str)) or keep not in ("cpu", None):
             raise ValueError(f'keep must be "cpu" or None; got {shown(keep)}')
-        with self._lock:
+        # The nodes that accumulate gradients, whose references are counted, are not found in the mode of inference.
+        with self._lock, torch.inference_mode(False):
             if self._release is not None:
                 raise AddressError("this Arena is released already; restore() comes before the next release()")
-            refuse_capture(self.device)
+            self._refuse_captures()
             census = ReferenceCensus(self.address, self.address + self.reserved)
             self._refuse_references_from_cpp(census)
             release = Release(census.tensors)
@@ -157,14 +159,14 @@ class Arena(Constructors):
         After `release(keep=None)` the contents are undefined.
 
         Raises:
-            AddressError: the arena is not released, or a CUDA graph is being captured.
+            AddressError: the arena is not released, or a thread captures a CUDA graph.
             torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The arena stays released,
                 the contents stay kept, and `restore()` can be called again.
         """
         with self._lock:
             if self._release is None:
                 raise AddressError("this Arena is not released; release() comes before restore()")
-            refuse_capture(self.device)
+            self._refuse_captures()
             deferred_finalizers.run_deferred()
             self._contents.load()
             self._contents.forget()
@@ -175,8 +177,8 @@ class Arena(Constructors):
         """Return a memory pool of torch's allocator whose memory lies in this arena, on a CUDA device.
 
         `torch.cuda.use_mem_pool(pool)` puts ordinary tensors there, `torch.cuda.graph(g, pool=pool.id)` the memory of a
-        captured graph. The pool must live as long as it is allocated from. While the arena is released, allocations
-        run out of memory.
+        captured graph. The pool must live as long as it is allocated from. Allocate nothing from it while the arena is
+        released: torch may have parts of segments left, which have no memory then.
 
         Returns:
             A new pool, which allocates 2 MiB or 20 MiB of the arena at a time.
@@ -283,6 +285,9 @@ class Arena(Constructors):
                 self._release.restore()
             deferred_finalizers.run_or_defer(self._contents.close)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Arena has no copies, which would free its memory: copy its tensors")
+
     def _allocate(self, layout: Tensor, value: float | None = None, requires_grad: bool = False) -> StaticAddressTensor:
         """Return a new tensor of this layout, filled with the value unless it is None."""
         flag("requires_grad", requires_grad)
@@ -304,6 +309,11 @@ class Arena(Constructors):
                 raise AddressError("this Arena is released: call restore() on it before creating tensors in it")
             return self._allocator.allocate(size, alignment)
 
+    def _refuse_captures(self) -> None:
+        """Raise AddressError while any thread captures: CUDA ends the captures of a device that is waited for."""
+        if self.device.type == "cuda" and deferred_finalizers.is_capturing():
+            raise AddressError("an Arena is neither released nor restored while a CUDA graph is captured")
+
     def _refuse_references_from_cpp(self, census: ReferenceCensus) -> None:
         """Raise AddressError if C++ code refers to memory through no Python tensor that could be marked as released."""
         tensor = census.referenced_from_cpp()
@@ -312,9 +322,10 @@ class Arena(Constructors):
         if not subject and any(self.address + start not in known for start in self._allocator.starts()):
             subject = "memory without a Python tensor"
         if subject:
+            hidden = "; if gc.freeze() hides its tensors, call gc.unfreeze() before" if gc.get_freeze_count() else ""
             raise AddressError(
                 f"{subject} in this Arena is referenced by C++ code, such as an autograd graph that saved it, which "
-                "would read released memory: run backward() or delete its result"
+                f"would read released memory: run backward() or delete its result{hidden}"
             )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +121,17 @@ def test_explain_reports_the_address_and_the_arena_of_a_tensor(device: str) -> N
     arena.release()
     assert "released" in st.explain(t)
     assert st.explain(arena).splitlines()[0] == f"Arena on {arena.device}, released, at {arena.address:#x}"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_arena_has_no_copies(copied: Callable[[st.Arena], object]) -> None:
+    """The end of a copy would free the memory under the tensors."""
+    arena = st.Arena("cpu")
+    t = arena.ones(3)
+    with pytest.raises(TypeError, match="an Arena has no copies"):
+        copied(arena)
+    gc.collect()
+    assert t.sum() == 3
 
 
 def test_an_arena_is_freed_with_its_last_tensor(device: str) -> None:

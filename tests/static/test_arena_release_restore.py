@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import subtensors as st
+from subtensors.dispatch.graphs import deferred_finalizers
 from subtensors.static import offload
 
 MIB = 1 << 20
@@ -88,6 +89,49 @@ def test_parameters_that_an_optimizer_has_updated_are_released(device: str) -> N
         arena.release()
         arena.restore()
         assert p.tolist() == [0.5 - 0.5 * turn] * 3
+
+
+@pytest.mark.parametrize("restored_in_mode", [False, True])
+def test_parameters_are_released_in_the_mode_of_inference(device: str, restored_in_mode: bool) -> None:
+    arena = st.Arena(device)
+    p, scale = arena.static(nn.Parameter(torch.arange(3.0))), arena.ones(3)
+    with torch.inference_mode():
+        arena.release()
+        if restored_in_mode:
+            arena.restore()
+    if not restored_in_mode:
+        arena.restore()
+    scale.add_(1)
+    (p * scale).sum().backward()
+    assert p.tolist() == [0, 1, 2]
+    assert p.grad is not None
+    assert p.grad.tolist() == [2, 2, 2]
+
+
+def test_an_arena_is_not_released_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where that thread's stream alone is captured, CUDA ends the capture when this one waits for the device."""
+    arena = st.Arena("cpu")
+    t = arena.ones(3)
+    for change in (arena.release, arena.restore):
+        with deferred_finalizers.no_gc_during_capture(), monkeypatch.context() as patched:
+            patched.setattr(arena, "device", torch.device("cuda", 0))
+            with pytest.raises(st.AddressError, match="graph is captured"):
+                change()
+        change()
+    assert t.sum() == 3
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_release_names_gc_freeze_where_it_may_hide_tensors(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = st.Arena("cpu")
+    t = arena.ones(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "get_objects", list)
+        patched.setattr(gc, "get_freeze_count", lambda: count)
+        with pytest.raises(st.AddressError) as error:
+            arena.release()
+    assert ("call gc.unfreeze() before" in str(error.value)) == bool(count)
+    assert t.sum() == 3
 
 
 def test_a_gradient_in_an_arena_is_released_too(device: str) -> None:
