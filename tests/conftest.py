@@ -154,10 +154,22 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures, which an error here would leave as they are
 def pytest_runtest_teardown() -> None:
-    """Forget compiled code after each test, so that no test counts another's recompilations."""
+    """Forget compiled code after each test, so that no test counts another's recompilations.
+
+    An illegal access, a capture that is left open or a stream that is left current is an error of that test, not of
+    all that come after it: `torch.cuda.graph` leaves its own stream current where the capture can't be ended.
+    """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if torch.cuda.is_initialized():
+        left = torch.cuda.current_stream()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(left):
+            assert not torch.cuda.is_current_stream_capturing(), "the test leaves a capture open"
+        torch.cuda.synchronize()
+        assert left == torch.cuda.default_stream(), f"the test leaves {left} the current stream"
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 import subtensors as st
+from subtensors.kernels.runtime.gc_pause import gc_paused
 
 DTYPES = [torch.float32, torch.int64, torch.float64, torch.uint8]
 SIZES = [1, 7, 128, 5000, 600_000]
@@ -185,7 +186,8 @@ class GpuArenaMachine(ArenaMachine):
         graph = torch.cuda.CUDAGraph()
         values = tensor.clone()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        # Torch 2.11 ends this capture where it destroys a graph meanwhile, such as one of an earlier example.
+        with gc_paused(), torch.cuda.graph(graph):
             double_and_add(tensor)
         tensor.copy_(values)
         return graph.replay
