@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import cached_property
-from threading import Lock
+from threading import RLock
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -202,7 +202,7 @@ class Grid(Workspaces[Workspace]):
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
         self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
         self._launchers: dict[int, Launch] = {}
-        self._launching = Lock()
+        self._launching = RLock()
         """Held by a launch: another thread's kernels on the same stream work in the same memory."""
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
