@@ -63,7 +63,7 @@ class Gate(BucketedEngine):
         super().__init__(encoder(), LIMITS)
         self.opened, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
-        self.fails = self.is_released = False
+        self.fails = self.loses_one = self.is_released = False
 
     def warmup(self) -> None:
         pass
@@ -74,7 +74,7 @@ class Gate(BucketedEngine):
         assert self.opened.wait(60)
         if self.fails:
             raise RuntimeError("the device is lost")
-        return super().embed(texts)
+        return super().embed(texts)[self.loses_one :]
 
     def release(self) -> None:
         super().release()
@@ -178,6 +178,7 @@ def test_an_overload_is_refused_at_once_and_those_who_wait_are_answered(gate: Ga
         assert all(int(response.headers["retry-after"]) > 0 for response in refused)
         gate.opened.set()
         own_answers(first.result(60) + others.result(60), texts)
+        assert f"request_seconds_count {len(texts)}.0" in httpx.get(f"{address}/metrics").text
     assert max(gate.batches) <= limits.batch
 
 
@@ -194,6 +195,7 @@ def test_oversized_and_empty_input_is_refused_by_its_bytes(server: tuple[str, Bu
     assert status(content=iter([b'{"text": ', b'"a"}'])) == 411
     assert status(json={"text": ""}) == 422
     assert status(json={"words": "a"}) == 422
+    assert status(content=b'{"text": "\\ud800"}', headers={"content-type": "application/json"}) == 422
     assert engine.run.stats().calls == calls
     assert status(json={"text": "\u00fc" * (LIMITS.longest // 2)}) == 200
     assert status(json={"text": "\x00" * LIMITS.longest}) == 200
@@ -210,8 +212,10 @@ def test_metrics_are_those_of_the_runner_and_of_the_requests(server: tuple[str, 
     before = read()
     assert httpx.post(f"{address}/embed", json={"text": "hello"}).status_code == 200
     assert httpx.post(f"{address}/embed", json={"text": "a" * 1000}).status_code == 413
+    assert httpx.post(f"{address}/embed", json={"text": ""}).status_code == 422
+    assert httpx.post(f"{address}/elsewhere", content=b"x" * 100_000).status_code == 413
     values = read()
-    for outcome in ("200", "413"):
+    for outcome in ("200", "413", "422"):
         name = f"requests_total{ ({'status': outcome}) }"
         assert values[name] == before.get(name, 0) + 1
     stats = engine.run.stats()
@@ -226,12 +230,13 @@ def test_metrics_are_those_of_the_runner_and_of_the_requests(server: tuple[str, 
     assert sum(of_buckets) == stats.calls
 
 
-def test_an_engine_that_fails_fails_its_batch_and_serves_the_next(gate: Gate) -> None:
+@pytest.mark.parametrize("fault", ["fails", "loses_one"])
+def test_an_engine_that_fails_fails_its_batch_and_serves_the_next(fault: str, gate: Gate) -> None:
     gate.opened.set()
     with serving(application(lambda: gate, LIMITS)) as (address, _):
-        gate.fails = True
+        setattr(gate, fault, True)
         assert httpx.post(f"{address}/embed", json={"text": "hello"}).status_code == 500
-        gate.fails = False
+        setattr(gate, fault, False)
         texts = random_texts(3)
         own_answers(asyncio.run(load(address, texts, clients=3)), texts)
 
