@@ -182,13 +182,17 @@ def shared_key(state: State, leaves: Sequence[object], structure: Structure, arg
         leaves, structure: as `flatten` gives them.
         args, kwargs: the call's.
     """
-    cast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    types = (torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")) if any(cast) else None
+    cast = autocast_dtype("cuda"), autocast_dtype("cpu")
     settings = tuple([ask() for ask in SETTINGS])
     own = None if state.key is None else user_key(state.key, args, kwargs)
     state.guard.user_key = own
-    modes = state.guard.grad_flags(leaves), cast, types, settings, state.guard.training(), _dict_keys(structure), own
+    modes = state.guard.grad_flags(leaves), cast, settings, state.guard.training(), _dict_keys(structure), own
     return len(args), tuple(kwargs), structure, modes
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on a type of device, or None outside of it."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _dict_keys(structure: Structure) -> tuple[object, ...]:

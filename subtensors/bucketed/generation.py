@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from subtensors.bucketed.call_key import autocast_dtype
 from subtensors.bucketed.statistics import Fallbacks, summarize_error
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError, SizeError
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import Args, PyTree
 from subtensors.sizes.bucket_policies import Sizes
 from subtensors.sizes.dims import Dim
 
@@ -29,11 +32,14 @@ CACHE_NAMES = "cache", "past_key_values"
 UNSUPPORTED_OPTIONS = (
     *CACHE_NAMES,
     "assistant_model",
+    "assistant_early_exit",
     "custom_generate",
     "cache_implementation",
+    "penalty_alpha",
     "prompt_lookup_num_tokens",
+    "output_attentions",
 )
-"""Arguments of `generate` that ask for another cache or another loop."""
+"""Options of `generate` that ask for another cache, another loop, or attention over a cache of the text's length."""
 
 
 Options: TypeAlias = dict[str, PyTree]
@@ -65,6 +71,37 @@ class BucketedProgram(Protocol):
 P = TypeVar("P", bound=BucketedProgram)
 
 
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+"""Held while a model's `forward` is replaced: runners of one model, in several threads, take turns."""
+
+
+class ResumedStreamer:
+    """A streamer for a text that may start over: tokens that it was given are not given to it again.
+
+    Args:
+        streamer: the caller's.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._given = self._position = 0
+
+    def start_over(self) -> None:
+        """Expect the text from its prompt on."""
+        self._position = 0
+
+    def put(self, tokens: Tensor) -> None:
+        """Give the next tokens to the streamer, unless it has them."""
+        self._position += 1
+        if self._position > self._given:
+            self._given = self._position
+            self._streamer.put(tokens)
+
+    def end(self) -> None:
+        """Tell the streamer that the text has ended."""
+        self._streamer.end()
+
+
 class Generation(Generic[P]):
     """The programs and caches that a model generates with.
 
@@ -77,12 +114,14 @@ class Generation(Generic[P]):
     def __init__(self, model: Any, seq: Dim, make: Callable[[Callable[..., PyTree], Mapping[str, object]], P]) -> None:
         if seq.max is None:
             raise ValueError(f"generate needs the most tokens of a text: give Dim {seq.name!r} a max")
+        # An adapter's `generate`, as PEFT's, calls the `forward` of the model inside.
+        self._generate_of, model = model, getattr(model, "get_base_model", lambda: model)()
         self.model, self.seq, self.length = model, seq, seq.max
         self.programs: dict[str, P] = {}
-        self._caches: dict[int, Any] = {}
+        self._caches: dict[object, Any] = {}
         self._active_cache: object = None
-        """The cache of the current call."""
-        self._cached_tokens = 0
+        """The cache of the current call, or None."""
+        self._cached_tokens = self._thread = 0
         self._contexts = ExitStack()
         """What ends with the current call."""
         self._no_graph_reason = ""
@@ -109,52 +148,65 @@ class Generation(Generic[P]):
         # `generate` reads the model's parameters from the signature.
         self._forward = functools.update_wrapper(functools.partial(self._decode), model.forward)
 
-    def run(self, inputs: Tensor | None, options: Options, fallbacks: Fallbacks) -> PyTree:
-        """Run `model.generate(inputs, **options)` through the bucketed programs or, counting the reason, unchanged."""
-        reason = self.no_graph_reason(inputs, options)
-        if not reason:
+    def run(self, args: Args, options: Options, fallbacks: Fallbacks) -> PyTree:
+        """Run `model.generate(*args, **options)` through the bucketed programs or, counting the reason, unchanged."""
+        options = {**dict(zip(inspect.signature(self.model.generate).parameters, args, strict=False)), **options}
+        if options.get("streamer") is not None:
+            options["streamer"] = ResumedStreamer(options["streamer"])
+        if reason := self.no_graph_reason(options):
+            fallbacks.refuse(reason)
+            result = self._generate_of.generate(**options)
+        else:
             try:
-                return self.generate(inputs, options)
+                return self.generate(options)
             except RuleError as error:
                 reason = str(error)
-        fallbacks.refuse(reason)
-        result = self.model.generate(inputs, **options)
+            fallbacks.refuse(reason)
+            if isinstance(streamer := options.get("streamer"), ResumedStreamer):
+                streamer.start_over()
+            try:
+                result = self._generate_of.generate(**options)
+            except Exception:
+                if self._no_graph_reason:  # which is the caller's error, and says nothing of graphs
+                    self.release()
+                raise
         fallbacks.count(reason)
         return result
 
-    def no_graph_reason(self, inputs: Tensor | None, options: Options) -> str:
+    def no_graph_reason(self, options: Options) -> str:
         """Return the reason why the bucketed programs can't generate, or "" if they can."""
-        unsupported = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None]
         if self._no_graph_reason:
             return self._no_graph_reason
-        if unsupported:
-            return f"generate is asked for {unsupported[0]}"
-        config = options.get("generation_config") or self.model.generation_config
-        if options.get("use_cache", config.use_cache) is False:
+        if self._active_cache is not None:
+            return "generate is called within a call of it"
+        for name in UNSUPPORTED_OPTIONS:
+            if self._option(options, name) not in (None, False):
+                return f"generate is asked for {name}"
+        if self._option(options, "use_cache") is False:
             return "generate is asked for no cache"
-        prompt = inputs if inputs is not None else options.get("input_ids")
+        prompt = _prompt(options)
         if not isinstance(prompt, Tensor) or prompt.dim() != 2:
             return "generate is given something other than tokens"
         length = 1 if self.model.config.is_encoder_decoder else prompt.shape[1]
         given = options.get("decoder_input_ids")
         length = given.shape[1] if given is not None else length
-        if length + _max_new_tokens(config, options, length) > self.length or prompt.shape[1] > self.length:
+        if length + self._max_new_tokens(options, length) > self.length or prompt.shape[1] > self.length:
             return f"a text may get longer than {self.seq.name}'s max of {self.length}"
         try:
-            self._cache(prompt, config, options)
+            self._cache(prompt, options)
         except RuleError as error:
             return str(error)
         return ""
 
-    def generate(self, inputs: Tensor | None, options: Options) -> PyTree:
-        """Run `model.generate(inputs, **options)` through the bucketed programs.
+    def generate(self, options: Options) -> PyTree:
+        """Run `model.generate(**options)` through the bucketed programs.
 
         Raises:
             RuleError: a program can't be captured; the random number generators are restored.
         """
         rng_state = capture.rng_state(self.model.device)
         try:
-            return self._generate(inputs, options)
+            return self._generate(options)
         except Exception as error:  # a rule's, CUDA's, or the model's own
             reasons = [reason for program in self.programs.values() for reason in program.no_graph_reasons()]
             self._no_graph_reason = next(iter(reasons), "")
@@ -163,42 +215,75 @@ class Generation(Generic[P]):
             capture.set_rng_state(self.model.device, rng_state)
             raise RuleError(self._no_graph_reason or str(error)) from error
 
-    def _generate(self, inputs: Tensor | None, options: Options) -> PyTree:
-        config = options.get("generation_config") or self.model.generation_config
-        cache = self._cache(inputs if inputs is not None else options["input_ids"], config, options)
+    def _generate(self, options: Options) -> PyTree:
+        cache = self._cache(_prompt(options), options)
         cache.reset()
-        self._active_cache, self._cached_tokens = cache, 0
+        self._active_cache, self._cached_tokens, self._thread = cache, 0, threading.get_ident()
         with ExitStack() as contexts:
             self._contexts = contexts
+            contexts.callback(setattr, self, "_active_cache", None)
+            contexts.enter_context(_LOCKS.setdefault(self.model, threading.RLock()))
             contexts.enter_context(_replaced_forward(self.model, self._forward))
             if "encoder" in self.programs:
-                contexts.enter_context(_replaced_forward(self._encoder, self.programs["encoder"]))
+                encode = functools.update_wrapper(functools.partial(self._encode), self._encoder.forward)
+                contexts.enter_context(_replaced_forward(self._encoder, encode))
             # A decode step writes to the cache; to check all weights before each would take too long.
             for program in self.programs.values():
                 contexts.enter_context(program.settled())
-            return self.model.generate(inputs, **options, **{self._cache_name: cache}, disable_compile=True)
+            result = self._generate_of.generate(**{**options, self._cache_name: cache, "disable_compile": True})
+        if isinstance(result, dict):
+            from subtensors.bucketed.padded_cache import growing_copy
 
-    def _cache(self, prompt: Tensor, config: Any, options: Options) -> Any:
+            for name in [name for name, x in result.items() if x is cache]:
+                result[name] = growing_copy(cache, self._cached_tokens)
+        return result
+
+    def _cache(self, prompt: Tensor, options: Options) -> Any:
         """Return the cache for the number of rows that the model is called with: each prompt's beams or samples."""
-        times = [options.get(name, getattr(config, name)) or 1 for name in ("num_beams", "num_return_sequences")]
-        rows = int(prompt.shape[0] * max(times))
-        if rows not in self._caches:
-            from subtensors.bucketed.padded_cache import padded_cache
-
-            cache = padded_cache(self.model, self.length)
+        times = [self._option(options, name) or 1 for name in ("num_beams", "num_return_sequences")]
+        rows, device = int(prompt.shape[0] * max(times)), self.model.device
+        key = rows, device, self.model.dtype, autocast_dtype(device.type)
+        if key not in self._caches:
             # Layers make their memory in their first run, which must not be a trace or a capture.
-            token = prompt[:1, :1].expand(rows, 1)
-            once: Options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
-            once |= {"attention_mask": torch.ones_like(token), self._cache_name: cache, "disable_compile": True}
+            token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            rng_state = capture.rng_state(device)
             try:
-                self.model.generate(token, **once)
+                with torch.inference_mode(False), torch.no_grad():
+                    from subtensors.bucketed.padded_cache import padded_cache
+
+                    cache = padded_cache(self.model, self.length)
+                    once = {"input_ids": token, self._tokens: token, self._cache_name: cache}
+                    self.model(**once, use_cache=True)
             except Exception as error:  # whatever a model raises for a cache that it doesn't know
                 self._no_graph_reason = (
                     f"{type(self.model).__name__} takes no cache of fixed length: {summarize_error(error)}"
                 )
                 raise RuleError(self._no_graph_reason) from error
-            self._caches[rows] = cache
-        return self._caches[rows]
+            finally:
+                capture.set_rng_state(device, rng_state)
+            self._caches[key] = cache
+        return self._caches[key]
+
+    def _option(self, options: Options, name: str) -> PyTree:
+        """Return an option as `generate` reads it: an argument's, the given config's or else the model's."""
+        if name in options:
+            return options[name]
+        given = getattr(options.get("generation_config"), name, None)
+        return given if given is not None else getattr(self.model.generation_config, name, None)
+
+    def _max_new_tokens(self, options: Options, length: int) -> int:
+        """Return the largest number of new tokens, as `generate` reads its options."""
+        new = self._option(options, "max_new_tokens")
+        if new is not None:
+            return int(new)
+        total = self._option(options, "max_length")
+        # Hugging Face's default of 20 tokens is of new ones.
+        return max(int(total) - length, 0) if total is not None and total != 20 else 20
+
+    def _encode(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Run the encoder's forward: the program without buckets where another thread calls the model."""
+        encoder = self.programs["encoder"]
+        return (encoder if self._thread == threading.get_ident() else encoder.program)(*args, **kwargs)
 
     def _decode(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the model's forward; raise if the tokens don't fit into the cache.
@@ -206,9 +291,12 @@ class Generation(Generic[P]):
         Other code may call the model during a call, as a logits processor does for guidance. It uses a cache of its
         own, and runs the program without buckets.
         """
-        if kwargs.get(self._cache_name) is not self._active_cache:
+        cache, tokens = kwargs.get(self._cache_name), kwargs.get(self._tokens)
+        if cache is None or cache is not self._active_cache:
             return self.programs["decoder"].program(*args, **kwargs)
-        self._cached_tokens += kwargs[self._tokens].shape[1]
+        if tokens is None:
+            raise RuleError("generate begins with something other than tokens")
+        self._cached_tokens += tokens.shape[1]
         if self._cached_tokens > self.length:
             raise SizeError(f"the text got longer than {self.length}; raise max in st.Dim({self.seq.name!r}, ...)")
         return self._decoder(kwargs)(*args, **kwargs)
@@ -223,7 +311,8 @@ class Generation(Generic[P]):
         return self.programs[name]
 
     def release(self) -> None:
-        """Drop graphs and caches."""
+        """Drop graphs and caches, and what is known of calls that can't have them."""
+        self._no_graph_reason = ""
         for program in self.programs.values():
             program.release()
         self._caches.clear()
@@ -243,14 +332,10 @@ def prompt_dim(model: Any, dims: Mapping[str | int, PyTree]) -> Dim:
     return found
 
 
-def _max_new_tokens(config: Any, options: Options, length: int) -> int:
-    """Return the largest number of new tokens, as `generate` reads its options."""
-    new = options.get("max_new_tokens", config.max_new_tokens)
-    if new is not None:
-        return int(new)
-    total = options.get("max_length", config.max_length)
-    # Hugging Face's default of 20 tokens is of new ones.
-    return max(int(total) - length, 0) if total is not None and total != 20 else 20
+def _prompt(options: Options) -> PyTree:
+    """Return the tokens to go on from, under the names that `generate` takes them."""
+    inputs = options.get("inputs")
+    return inputs if inputs is not None else options.get("input_ids")
 
 
 def _accepted_dims(module: Any, dims: dict[str, dict[int, Dim]]) -> dict[str, dict[int, Dim]]:

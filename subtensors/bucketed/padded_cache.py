@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from subtensors.dispatch.ops.errors import RuleError
@@ -20,6 +20,12 @@ from subtensors.padded.padded_tensor import PaddedTensor
 
 class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, (rows, heads, length, head size), at addresses that never change."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate both, in a dtype of their own each: autocast may give keys another one than values."""
+        super().lazy_initialization(key_states, value_states)  # type: ignore[no-untyped-call]
+        assert self.values is not None
+        self.values = self.values.to(value_states.dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -100,12 +106,16 @@ def padded_cache(model: Any, length: int) -> Cache:
         length: the number of tokens it holds.
 
     Raises:
-        RuleError: a layer keeps something else than all keys and values.
+        RuleError: a layer keeps something else than all keys and values; or the model's class doesn't say that it can
+            be compiled with such a cache, as one with a window of its own can't, which takes the cache's end for the
+            text's.
     """
+    if not getattr(model, "_can_compile_fullgraph", True):
+        raise RuleError("its class doesn't say that it can be compiled with one: _can_compile_fullgraph is False")
     cache = StaticCache(config=model.config, max_cache_len=length)
     unsupported = [type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer]
     if unsupported:
-        raise RuleError(f"a layer of {type(model).__name__} has a {unsupported[0]} for its cache")
+        raise RuleError(f"a layer has a {unsupported[0]} for its cache")
     cache.layers = [PaddedStaticLayer(max_cache_len=length) for _ in cache.layers]
     if not model.config.is_encoder_decoder:
         return cache
@@ -114,3 +124,20 @@ def padded_cache(model: Any, length: int) -> Cache:
     both = EncoderDecoderCache(cache, crossing)
     both.is_updated = NeverUpdated(dict.fromkeys(range(len(cache.layers)), False))
     return both
+
+
+def growing_copy(cache: Cache, length: int) -> Cache:
+    """Copy what a padded cache holds into one of the caller's own, to which tokens can be appended.
+
+    Args:
+        cache: of `padded_cache`.
+        length: the number of tokens that it holds.
+    """
+    if isinstance(cache, EncoderDecoderCache):  # whose keys and values of the encoder's output are computed anew
+        return EncoderDecoderCache(growing_copy(cache.self_attention_cache, length), DynamicCache())
+    copy = DynamicCache()
+    for i, layer in enumerate(cache.layers):
+        assert isinstance(layer, PaddedStaticLayer)
+        keys, values = (x[:, :, :length].clone() for x in layer._keys_and_values())
+        copy.update(keys, values, i)
+    return copy

@@ -332,13 +332,13 @@ class Bucketed(Reports, Generic[P, R]):
             finally:
                 before.restore()
 
-    def generate(self, inputs: Tensor | None = None, **options: object) -> PyTree:
+    def generate(self, *args: PyTree, **options: PyTree) -> PyTree:
         """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.
 
         Args:
-            inputs: the prompts' tokens, (rows, length) int64.
-            options: of the model's `generate`. Calls that ask for another cache, or whose text may get longer than the
-                max of the Dim that `input_ids` are padded on, run the model's own `generate`.
+            args, options: of the model's `generate`, the first one the prompts' tokens, (rows, length) int64. Calls
+                that ask for another cache or for attentions, or whose text may get longer than the max of the Dim that
+                `input_ids` are padded on, run the model's own `generate`.
 
         Returns:
             What the model's `generate` returns.
@@ -350,7 +350,7 @@ class Bucketed(Reports, Generic[P, R]):
             if self._generation is None:
                 seq = prompt_dim(self.program, self.dims.by_name)
                 self._generation = Generation(self.program, seq, self._with_other_program)
-            return self._generation.run(inputs, options, self.fallbacks)
+            return self._generation.run(args, options, self.fallbacks)
 
     def _with_other_program(self, program: Program, dims: Mapping[str, PyTree]) -> Bucketed[..., PyTree]:
         """Bucket another program with the same options; calls of it that have no graph are errors."""

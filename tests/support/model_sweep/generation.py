@@ -65,6 +65,9 @@ _SINGLE = frozenset("Bloom Mpt XGLM".split())
 ASKING = frozenset("BioGpt M2M100 Mpt Mvp OPT XGLM".split())
 """Models whose decoder asks the device how many tokens its cache holds, so that no graph can."""
 
+UNDECLARED = frozenset("GPTNeo PLBart".split())
+"""Models whose class doesn't say that it can be compiled with a cache of fixed length."""
+
 
 @dataclass(frozen=True)
 class GeneratingCase:
