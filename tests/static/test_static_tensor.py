@@ -352,4 +352,4 @@ def test_a_thousand_tensors_made_and_dropped_leave_memory_flat(device: str) -> N
         s = six(device)
         nn.Parameter(s).sum().backward()
         del s
-    assert live() == before
+    assert live() <= before
