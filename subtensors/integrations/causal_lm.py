@@ -129,10 +129,11 @@ class Body:
 
         Raises:
             TypeError: a body can't be told from the model, or has no layers of the class that transformers gives them.
-            ValueError: it has been put there already.
+            ValueError: it has been put there already, or the layers to compile have kernels of Liger's.
         """
         inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
-        body: nn.Module = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
+        base: nn.Module = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
+        body: nn.Module = getattr(base, "decoder", base)  # such as OPT's, whose head reads what the decoder gives
         layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
         layers = [module for module in body.modules() if isinstance(module, layer_class)]
         if body is inner or not layers:
@@ -143,6 +144,12 @@ class Body:
         if isinstance(forward.replaced, Body):
             raise ValueError(
                 f"the body of {type(model).__name__} is compiled or in buckets already; revert() that first"
+            )
+        parts = {part for layer in layers for part in layer.modules()}
+        if compiling is not None and any(part.forward.__module__.startswith("liger_kernel") for part in parts):
+            raise ValueError(
+                f"compile= would compile Liger's kernels in the layers of {type(model).__name__}, which write over what"
+                " they are given and what autograd keeps: take one of them"
             )
         keep(body, "forward", undo)
         body.forward = forward

@@ -32,6 +32,7 @@ class CompiledPart:
         # Dropout draws as eager code does: a checkpoint may run its parts in both.
         self.plain, self.compiled = plain, torch.compile(plain, options={"fallback_random": True})
         self.users = 0
+        self.__module__ = plain.__module__
 
     def __reduce__(self) -> tuple[type[CompiledPart], tuple[Callable[..., object]]]:
         return CompiledPart, (self.plain,)
@@ -56,7 +57,8 @@ def compile_pointwise(model: nn.Module, undo: ExitStack) -> None:
         keep(part, "forward", undo)
         part.forward = partial(CompiledPart(cast(MethodType, part.forward).__func__), part)
     classes = {cls for module in model.modules() for cls in type(module).__mro__}  # FSDP2 derives some
-    rotated = [file for name in {cls.__module__ for cls in classes} if hasattr(file := sys.modules[name], _ROTARY)]
+    files = [sys.modules[name] for name in {cls.__module__ for cls in classes}]
+    rotated = [file for file in files if _is_of_transformers(vars(file).get(_ROTARY))]
     for file in rotated:
         _share(file, model, undo)
     if not parts and not rotated:
@@ -67,9 +69,14 @@ def compile_pointwise(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _is_compiled(part: nn.Module) -> bool:
-    """Return whether a module is a norm or an MLP by transformers' names; torch's own norms are one kernel already."""
-    named = type(part).__name__.endswith(("Norm", "MLP")) and not type(part).__module__.startswith("torch.nn.")
-    return named and isinstance(part.forward, MethodType)  # hooks of accelerate put another in its place
+    """Return whether a module is a norm or an MLP by transformers' names; hooks of accelerate replace its forward."""
+    named = type(part).__name__.endswith(("Norm", "MLP"))
+    return named and isinstance(part.forward, MethodType) and _is_of_transformers(part.forward)
+
+
+def _is_of_transformers(function: object) -> bool:
+    """Return whether transformers wrote a function; torch's norms and Liger's parts are one kernel already."""
+    return getattr(function, "__module__", "").startswith("transformers")
 
 
 def _share(file: ModuleType, model: nn.Module, undo: ExitStack) -> None:

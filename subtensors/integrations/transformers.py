@@ -132,7 +132,8 @@ def apply(
     Raises:
         TypeError: not a causal language model, or one without a linear head; an option that the optimizer doesn't take.
         ValueError: an unknown name of an optimizer or a loss; a model whose loss is chunked already, or that a trainer
-            of TRL has made compute logits in float32; `attention` for a model whose attention isn't "sdpa".
+            of TRL has made compute logits in float32; `attention` for a model whose attention isn't "sdpa"; layers to
+            compile with kernels of Liger's.
 
     Example:
         >>> import torch, transformers, subtensors as st
@@ -216,7 +217,9 @@ def apply_to_trainer(
     arguments = getattr(trainer, "args", None)
     if not hasattr(arguments, "max_grad_norm") or not isinstance(getattr(trainer, "model", None), nn.Module):
         raise TypeError(f"apply_to_trainer takes a transformers.Trainer, got {shown(trainer)}")
-    for theirs, ours, name in (("torch_compile", compile, "compile"), ("use_liger_kernel", loss, "loss")):
+    changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
+    for theirs, name in (("torch_compile", "compile"), ("use_liger_kernel", "loss"), ("use_liger_kernel", "compile")):
+        ours = changes[name]
         if ours and getattr(arguments, theirs, False):
             raise ValueError(f"{theirs}=True does what {name}={shown(ours)} does, otherwise: take one of them")
     if (gpus := getattr(arguments, "n_gpu", 1)) > 1:
@@ -224,7 +227,6 @@ def apply_to_trainer(
             f"the trainer would copy its model to {gpus} GPUs by DataParallel, without what is applied here: "
             "run a process a GPU (torchrun), or set CUDA_VISIBLE_DEVICES=0"
         )
-    changes: dict[str, Any] = {"loss": loss, "compile": compile, "buckets": buckets, "attention": attention}
     undo, of_model = ExitStack(), ExitStack()
 
     def change(model: nn.Module) -> None:
@@ -303,5 +305,5 @@ def _loss(loss: LossOption) -> Mapping[str, object] | None:
     division = {} if loss == "chunked" else loss
     if not isinstance(division, Mapping):
         raise ValueError(f'loss is "chunked", a dict of the arguments of st.chunk, or None; got {shown(loss)}')
-    chunk(torch.zeros(1), **division)  # type: ignore[arg-type]  # refuses wrong ones
+    chunk(torch.zeros(1, 1), dim=-2, **division)  # type: ignore[arg-type]  # refuses wrong ones
     return division

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -169,8 +170,9 @@ def test_a_mask_that_says_nothing_leaves_attention_causal_by_its_flag(
     assert {*seen.causal} == {mask != "padding"}
 
 
-def test_layers_are_compiled_once_for_all_of_them_and_for_all_lengths_after_the_second() -> None:
-    model, graphs = causal_lm(num_hidden_layers=3), Attention()
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+def test_layers_are_compiled_once_for_all_of_them_and_for_all_lengths_after_the_second(family: str) -> None:
+    model, graphs = causal_lm(family, num_hidden_layers=3), Attention()
     apply(model, compile={"backend": graphs})
     for length in (8, 12, 17, 25, 33):
         model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
@@ -323,6 +325,17 @@ def test_a_reentrant_checkpoint_drops_in_its_recomputation_what_it_dropped_befor
         assert torch.equal(out.flatten() == 0, mlp.c_proj.bias.grad == 0)
 
 
+def test_parts_that_are_kernels_of_ligers_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = importlib.import_module("transformers.models.llama.modeling_llama")
+    rotary = of_liger(partial(file.apply_rotary_pos_emb))
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", rotary)
+    model = with_liger()
+    mlp, norm = model.model.layers[0].mlp.forward, model.model.norm.forward
+    apply(model, compile="pointwise")
+    assert (model.model.layers[0].mlp.forward, file.apply_rotary_pos_emb) == (mlp, rotary)
+    assert model.model.norm.forward != norm
+
+
 def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted_or_gone() -> None:
     gc.collect()  # of models of other tests
     file = vars(importlib.import_module("transformers.models.llama.modeling_llama"))
@@ -376,8 +389,9 @@ def test_logits_that_are_asked_for_are_plain_and_generate_gives_the_same_tokens(
     torch.testing.assert_close(logits.realize(), found)
 
 
-def test_evaluation_runs_each_length_in_its_bucket_and_never_makes_the_logits() -> None:
-    model, lengths = causal_lm().eval(), (9, 12, 15, 30, 31)
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+def test_evaluation_runs_each_length_in_its_bucket_and_never_makes_the_logits(family: str) -> None:
+    model, lengths = causal_lm(family).eval(), (9, 12, 15, 30, 31)
     batches = [
         {"input_ids": IDS[:, :n], "attention_mask": torch.ones_like(IDS[:, :n]), "labels": LABELS[:, :n]}
         for n in lengths
@@ -389,7 +403,7 @@ def test_evaluation_runs_each_length_in_its_bucket_and_never_makes_the_logits() 
         with allocations() as seen:
             model(**batches[0])
     torch.testing.assert_close(found, plain)
-    stats = model.model.forward.run.stats()
+    stats = model.get_decoder().forward.run.stats()
     assert {next(iter(bucket.sizes.values())) for bucket in stats.buckets} == {16, 32}
     assert seen.largest < 9 * 2 * VOCABULARY
 
@@ -515,6 +529,19 @@ def trained_norms() -> Any:
     return model
 
 
+def of_liger(function: Any) -> Any:
+    function.__module__ = "liger_kernel.transformers"
+    return function
+
+
+def with_liger() -> Any:
+    model = causal_lm()
+    mlp = model.model.layers[0].mlp
+    forward = type(mlp).forward
+    mlp.forward = MethodType(of_liger(lambda part, x: forward(part, x)), mlp)
+    return model
+
+
 REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "an encoder": (t5, {}, TypeError, "T5ForConditionalGeneration is an encoder and a decoder"),
     "no head": (without_head, {}, TypeError, r"head is a torch.nn.Linear; that of LlamaModel, .*, is None"),
@@ -530,6 +557,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
     "no matrices": (trained_norms, {"optimizer": "muon"}, ValueError, "is a matrix of the model's layers"),
     "a loss": (causal_lm, {"loss": "liger"}, ValueError, "loss is \"chunked\", .* got 'liger'"),
     "rows": (causal_lm, {"loss": {"row": 1}}, TypeError, "row"),
+    "a dim": (causal_lm, {"loss": {"dim": 0}}, TypeError, "dim"),
     "buckets": (causal_lm, {"buckets": 16}, TypeError, "buckets is a st.Dim or None, got 16"),
     "attention": (causal_lm, {"attention": "cudnn"}, TypeError, "attention is a .*SDPBackend or None, got 'cudnn'"),
     "attention of a model without": (
@@ -539,6 +567,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         'takes a model with attn_implementation="sdpa", and this one has "eager"',
     ),
     "compile": (causal_lm, {"compile": "max"}, TypeError, "compile is a bool, \"pointwise\", or a dict .*got 'max'"),
+    "Liger": (with_liger, {"compile": True}, ValueError, "would compile Liger's kernels in the layers of LlamaForC"),
     "no parts": (lambda: causal_lm("OPT"), {"compile": "pointwise"}, TypeError, "norms, .* OPTForCausalLM has none"),
     "lr": (causal_lm, {"lr": 0.1}, TypeError, "takes no lr without an optimizer"),
     "an option": (causal_lm, {"optimizer": "adamw", "momentum": 0.1}, TypeError, "momentum"),

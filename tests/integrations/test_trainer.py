@@ -310,6 +310,12 @@ def compiling(folder: Path) -> Any:
     return trainer
 
 
+def of_liger(folder: Path) -> Any:
+    trainer = trainer_in(folder)
+    trainer.args.use_liger_kernel = True
+    return trainer
+
+
 def of_two_gpus(folder: Path) -> Any:
     trainer = trainer_in(folder)
     trainer.args._n_gpu = 2
@@ -321,6 +327,7 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a name": (trainer_in, {"optimizer": "adam8bit"}, ValueError, "optimizer is one of .*got 'adam8bit'"),
     "a number": (trainer_in, {"optimizer": "adamw", "eps": -1.0}, ValueError, "eps"),
     "two compilers": (compiling, {"compile": True}, ValueError, "torch_compile=True does what compile=True does"),
+    "Liger": (of_liger, {"loss": None, "compile": True}, ValueError, "use_liger_kernel=True does what compile=True"),
     "copies of the model": (of_two_gpus, {}, ValueError, "copy its model to 2 GPUs by DataParallel.*torchrun"),
 }
 
