@@ -163,10 +163,14 @@ def _distance(tensors: Sequence[Tensor]) -> int | None:
     if not is_even or not first.numel() or step % first.element_size() or step < reach * first.element_size():
         return None
     # Neighbours in memory may still be two allocations, and a view of one must not reach into the other.
-    storage = first.untyped_storage()._cdata
-    if any(t.untyped_storage()._cdata != storage or t.stride() != first.stride() for t in tensors):
+    alike = _place(first)
+    if any(_place(t) != alike for t in tensors):
         return None
     return None if any(t.requires_grad and torch.is_grad_enabled() for t in tensors) else step // first.element_size()
+
+
+def _place(t: Tensor) -> tuple[object, ...]:
+    return t.untyped_storage()._cdata, t.stride(), t.is_conj(), t.is_neg()
 
 
 def group_by_shape(columns: Sequence[Sequence[Tensor]]) -> list[list[int]]:

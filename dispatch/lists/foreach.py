@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch._ops import OpOverload
 
@@ -132,6 +133,8 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
     overload = target.overloads.get(kinds)
     if overload is None:
         return None
+    if any(isinstance(v, torch.Tensor | np.generic) for v in options.values()):
+        return None  # foreach overloads take Python's own numbers
     if kinds == "LS" and options and target.row.base in _ALPHA_NEEDS_TENSOR:
         return None
     operands = tuple(x.tensors if hasattr(x, "tensors") else x for x in values)
@@ -150,6 +153,8 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
                 return None
     if target.in_place and any(s[0][1].type != "cpu" for s in distinct) and _repeats_memory(lists[0]):
         return None
+    if target.in_place and (any(map(torch.Tensor.is_neg, lists[0])) or any(map(torch.Tensor.is_conj, lists[0]))):
+        return None  # torch's foreach overloads don't write to views that are negated or conjugated
     groups = None
     if len(distinct) > 1:
         by_signature: dict[Hashable, list[int]] = {}

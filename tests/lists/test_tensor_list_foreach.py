@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conformance import check_call, mapped
@@ -79,6 +80,25 @@ def test_alpha_scales_the_second_operand(func: Callable[..., Any], kinds: str, p
     # The vector and the scalar code of bfloat16 round alpha * other differently, which cancellation then shows.
     for dtype in (torch.float32, torch.int64) if packed else (torch.float32, torch.int64, torch.bfloat16):
         assert check_call(func, operands(kinds, (dtype, dtype)), {"alpha": 3}, packed=packed)
+
+
+@pytest.mark.parametrize("number", [torch.tensor(1.5), np.float32(1.5), np.int64(3)], ids=repr)
+def test_an_option_may_be_any_number_that_torch_takes(number: Any) -> None:
+    check_call(torch.add, operands("LL", (torch.float32, torch.float32)), {"alpha": number})
+    check_call(torch.addcmul, operands("LLL", (torch.float32,) * 3), {"value": number})
+
+
+@pytest.mark.parametrize("func", [torch.Tensor.add_, torch.Tensor.copy_, torch.mm])
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj], ids=["negated", "conjugated"])
+def test_views_that_are_negated_or_conjugated_are_elements(
+    func: Callable[..., Any], view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def arguments() -> list[st.TensorList]:
+        x = torch.arange(16.0).view(4, 2, 2) * (1 if view is torch._neg_view else 1 + 2j)
+        return [st.TensorList([x[0], view(x[1])]), st.TensorList([x[2], x[3]])]
+
+    each = [func(*row) for row in zip(*arguments(), strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(func(*arguments()), each, strict=True))
 
 
 def test_elements_of_several_dtypes_run_in_groups() -> None:
