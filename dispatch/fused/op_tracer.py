@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.dispatch.fused.decompositions import EXPANSIONS, DimensionError
 from subtensors.dispatch.fused.errors import ADVICE, refuse, refuse_op, refuse_value
-from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, EXAMPLE_SHAPES, ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.proxies import EXAMPLE_NUMBERS, ProxySlot, ProxyTensor, Shapes
 from subtensors.dispatch.fused.symbolic_scalars import expression_of
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, op_class, overload_name
@@ -48,6 +48,9 @@ class OpTracer(TorchDispatchMode):
 
     device: torch.device
     parameters: tuple[Parameter, ...]
+    shapes: Shapes
+    earlier: list[Instruction] | None = None
+    """The instructions of the trace on proxies of other shapes, which this one must repeat."""
     instructions: list[Instruction] = field(default_factory=list)
     scalars: dict[str, Scalar] = field(default_factory=dict)
     """Expression of the call's numbers -> the dynamic scalar that it is."""
@@ -57,6 +60,7 @@ class OpTracer(TorchDispatchMode):
     hosts: set[int] = field(init=False)
     """Values that torch would have on the CPU, though the elements are on a device."""
     depth: int = 0
+    runs_python: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +123,7 @@ class OpTracer(TorchDispatchMode):
         source = arguments[0]
         # A user's own view must keep any shape; one inside a decomposition was written for the proxies' shape.
         is_inner = source.value_shape is Shape.PER_TENSOR or self.depth
-        for shape in [EXAMPLE_SHAPES[source.value_shape]] if is_inner else _VIEWED_SHAPES:
+        for shape in [self.shapes[source.value_shape]] if is_inner else _VIEWED_SHAPES:
             viewed = torch.empty(shape, dtype=source.dtype, device="meta")
             positional, keywords = call_form(func, [viewed, *(self._meta(a) for a in arguments[1:])])
             try:
@@ -128,6 +132,8 @@ class OpTracer(TorchDispatchMode):
                 result = None
             if not isinstance(result, Tensor) or (result.shape, result.stride()) != (viewed.shape, viewed.stride()):
                 refuse(f"{func} changes the shape of a tensor", ADVICE[OpClass.VIEW])
+            if (result.is_conj(), result.is_neg()) != (viewed.is_conj(), viewed.is_neg()):
+                refuse(f"{func} reads other values from the same memory", "x.conj_physical() and x.neg() are new ones")
             if result.dtype != source.dtype:
                 refuse(f"{func} reads the bits of a tensor as {result.dtype}", ADVICE[OpClass.VIEW])
         return ProxyTensor(source.slot, source.dtype, source.value_shape, self)
@@ -161,6 +167,11 @@ class OpTracer(TorchDispatchMode):
             refuse(f"{func} writes to a tensor in a way that has no rule here", "use the functional form")
         if func.namespace == "aten" and op_class(func) not in _WRITABLE:
             refuse_op(func)
+        if target.slot.may_be_copied:
+            refuse(
+                "it writes to a tensor after contiguous(), which gives a copy of some elements and others themselves",
+                "leave contiguous() out: the order of elements in memory makes no difference here",
+            )
         # Torch's own check that the result may be cast back, and that the shapes allow it.
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         func(*positional, **keywords)
@@ -184,7 +195,7 @@ class OpTracer(TorchDispatchMode):
     def _instruction(self, func: OpOverload, arguments: list[PyTree]) -> Instruction | None:
         positional, keywords = call_form(func, [self._meta(a) for a in arguments])
         result = func(*positional, **keywords)
-        shape = next((kind for kind, example in EXAMPLE_SHAPES.items() if example == tuple(result.shape)), None)
+        shape = next((kind for kind, example in self.shapes.items() if example == tuple(result.shape)), None)
         if shape is None or (shape is Shape.PER_BLOCK and func._opname not in (*blockwise.OPS, "copy")):
             return None
         if shape is Shape.PER_ELEMENT and self.depth == 0 and not any(isinstance(a, ProxyTensor) for a in arguments):
@@ -228,7 +239,7 @@ class OpTracer(TorchDispatchMode):
         if func.namespace != "aten" or not any(isinstance(a, ProxyTensor) and a.dtype in integral for a in arguments):
             return
         values = [
-            torch.ones(EXAMPLE_SHAPES[a.value_shape], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
+            torch.ones(self.shapes[a.value_shape], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
             for a in arguments
         ]
         positional, keywords = call_form(func, values)
@@ -252,6 +263,7 @@ class OpTracer(TorchDispatchMode):
         key = (instruction, repr(instruction.args))
         value = self.values.get(key)
         if value is None:
+            self._check_repeated(instruction)
             self.instructions.append(instruction)
             value = self.values[key] = len(self.parameters) + len(self.instructions) - 1
             operands = {a.index for a in instruction.args if isinstance(a, Ref)}
@@ -259,6 +271,15 @@ class OpTracer(TorchDispatchMode):
             if operands <= self.hosts if operands else is_host_constant:
                 self.hosts.add(value)
         return ProxyTensor(ProxySlot(value), instruction.dtype, instruction.shape, self)
+
+    def _check_repeated(self, instruction: Instruction) -> None:
+        """Refuse an instruction that the trace on proxies of other shapes has not in this place."""
+        position = len(self.instructions)
+        if self.earlier is not None and str(self.earlier[position : position + 1]) != str([instruction]):
+            refuse(
+                "a function of torch computes with the shape of a tensor, and elements differ in shape",
+                "pass the number as an argument",
+            )
 
     def _forget(self, recorded: int) -> None:
         """Drop the instructions after the first `recorded` ones."""
@@ -289,7 +310,7 @@ class OpTracer(TorchDispatchMode):
     def _meta(self, argument: PyTree) -> PyTree:
         """The argument without values, from which torch infers the result's dtype and shape."""
         if isinstance(argument, ProxyTensor):
-            return torch.empty(EXAMPLE_SHAPES[argument.value_shape], dtype=argument.dtype, device="meta")
+            return torch.empty(self.shapes[argument.value_shape], dtype=argument.dtype, device="meta")
         if isinstance(argument, Tensor):
             self._refuse_foreign()
         if type(argument) in EXAMPLE_NUMBERS:

@@ -15,7 +15,7 @@ import torch
 
 from subtensors.dispatch.fused.errors import name_of, source_line
 from subtensors.dispatch.fused.op_tracer import OpTracer
-from subtensors.dispatch.fused.proxies import ProxySlot, ProxyTensor
+from subtensors.dispatch.fused.proxies import EXAMPLE_SHAPES, OTHER_SHAPES, ProxySlot, ProxyTensor
 from subtensors.dispatch.fused.symbolic_scalars import ValueNeeded, compile_expression, symbolic_scalar
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
@@ -57,11 +57,17 @@ def trace(
     Raises:
         RuleError: the math is not straight-line, or holds an op without a rule; with the source line.
     """
-    tracer = OpTracer(device, tuple(parameters))
-    proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
-    args, kwargs = replace(proxies, [symbolic_scalar(i, kind) for i, kind in enumerate(numbers)])
-    with torch.no_grad(), tracer, _errors_with_source():
-        result = function(*args, **kwargs)
+
+    def run(tracer: OpTracer) -> tuple[list[ProxyTensor], PyTree]:
+        proxies = [ProxyTensor(ProxySlot(i), p.dtype, p.shape, tracer) for i, p in enumerate(parameters)]
+        args, kwargs = replace(proxies, [symbolic_scalar(i, kind) for i, kind in enumerate(numbers)])
+        with torch.no_grad(), tracer, _errors_with_source():
+            return proxies, function(*args, **kwargs)
+
+    tracer = OpTracer(device, tuple(parameters), EXAMPLE_SHAPES)
+    proxies, result = run(tracer)
+    if tracer.runs_python:
+        run(OpTracer(device, tuple(parameters), OTHER_SHAPES, tracer.instructions))
     outputs: list[int] = []
     results = tree_map(result, lambda leaf: _returned(leaf, proxies, outputs, function))
     program = Program(

@@ -26,6 +26,7 @@ def lists(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
 
 OUTSIDE = torch.ones(3)
 
+ATTRIBUTE = "pass gradients as a list of their own"
 HOST_VALUE = "keep the decision on the device: torch.where"
 SHAPE = "use a reduction such as"
 VIEW = "take the view before the call"
@@ -51,6 +52,8 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda x, n: x * x.nbytes, SHAPE),
     (lambda x, n: x if x.is_contiguous() else -x, SHAPE),
     (lambda x, n: sum(x), SHAPE),
+    (lambda x, n: F.kl_div(x, x, reduction="batchmean"), "a function of torch computes with the shape"),
+    (lambda x, n: torch.atleast_2d(x), VIEW),
     (lambda x, n: x.reshape(-1), VIEW),
     (lambda x, n: x.view(3, 5), VIEW),
     (lambda x, n: x.expand(3, 5), VIEW),
@@ -62,6 +65,14 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda x, n: x.unbind()[0], VIEW),
     (lambda x, n: x.split(1)[0], VIEW),
     (lambda x, n: x.view(torch.int32), VIEW),
+    (lambda x, n: torch._neg_view(x), "x.conj_physical() and x.neg() are new ones"),
+    (lambda x, n: torch.complex(x, x).conj(), "x.conj_physical() and x.neg() are new ones"),
+    (lambda x, n: x.contiguous().add_(1), "leave contiguous() out"),
+    (lambda x, n: x if x.grad is None else x - x.grad, ATTRIBUTE),
+    (lambda x, n: x if x.requires_grad else -x, ATTRIBUTE),
+    (lambda x, n: x if isinstance(x, torch.nn.Parameter) else -x, ATTRIBUTE),
+    (lambda x, n: x * getattr(x, "scale", 1.0), ATTRIBUTE),
+    (lambda x, n: x.__setattr__("data", x * 2), "set attributes outside"),
     (lambda x, n: x.sum(0), REDUCE),
     (lambda x, n: x.mean(dim=-1), REDUCE),
     (lambda x, n: x.norm(dim=0), REDUCE),
