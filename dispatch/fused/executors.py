@@ -132,6 +132,8 @@ class ExecutionPlan:
     """The indices of the elements of each group, and their executor."""
     fallback: EagerExecutor
     """The executor that runs instead, element by element, when several groups share memory that is written."""
+    strided: list[int]
+    """The indices of the elements that are plain strided tensors, whose memory is known."""
     is_compiled: bool = False
     """True once its kernels were compiled."""
     notes: list[str] = field(default_factory=list)
@@ -141,10 +143,10 @@ class ExecutionPlan:
         self.executor = self.groups[0][1] if len(self.groups) == 1 else None
         """The executor of all elements; None where there are several groups or no elements."""
         traces = [executor.trace for _, executor in self.groups if executor.trace is not None]
-        # Where a group runs the function itself, the tensors that it writes are not known.
-        is_known = len(self.groups) == len(traces) > 1
-        written = {parameter for trace in traces for parameter in trace.program.stores} if is_known else ()
-        self._overlap = WrittenOverlap(written, f"runs as {self.fallback.describe()}")
+        written = {parameter for trace in traces for parameter in trace.program.stores}
+        if len(traces) < len(self.groups):
+            written = {*range(len(self.guards))}  # where the function itself runs, it may write any
+        self._overlap = WrittenOverlap(written if len(self.groups) > 1 else (), f"runs as {self.fallback.describe()}")
 
     def match(self, columns: Columns) -> Addresses | None:
         """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
@@ -168,18 +170,21 @@ class ExecutionPlan:
 
     def groups_overlap(self, columns: Columns) -> bool:
         """Return whether a group writes memory of another one, or an element that of another."""
-        return self._overlap.check(columns)
+        strided = self.strided
+        return self._overlap.check(columns if len(strided) == len(columns[0]) else select_rows(columns, strided))
 
     def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Run one group after the other; their results in the order of all elements."""
         parts = [(indices, executor.run(select_rows(columns, indices), numbers)) for indices, executor in self.groups]
-        merged: Leaves = [None if leaf is None else [None] * len(columns[0]) for leaf in parts[0][1]]
+        specs = [executor.result_spec for _, executor in self.groups]
+        if different := next((spec for spec in specs if spec != specs[0]), None):
+            raise ValueError(f"a fused function returns {specs[0]} for some elements, and {different} for others")
+        merged: list[list[PyTree]] = [[None] * len(columns[0]) for _ in parts[0][1]]
         for indices, leaves in parts:
             for all_values, leaf in zip(merged, leaves, strict=True):
-                if all_values is not None and leaf is not None:
-                    for index, value in zip(indices, leaf, strict=True):
-                        all_values[index] = value
-        return merged
+                for index, value in zip(indices, leaf or [None] * len(indices), strict=True):
+                    all_values[index] = value
+        return [*merged]
 
 
 def select_rows(columns: Columns, indices: list[int]) -> Columns:

@@ -27,7 +27,7 @@ import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.backend_selection import ExecutionKey, execution_key, group_elements
+from subtensors.dispatch.fused.backend_selection import NOT_STRIDED, ExecutionKey, execution_key, group_elements
 from subtensors.dispatch.fused.bound_call import FusedCall
 from subtensors.dispatch.fused.errors import name_of
 from subtensors.dispatch.fused.executors import (
@@ -146,10 +146,10 @@ class FusedFunction:
             return None
         if plan.groups_overlap(columns):
             leaves = plan.fallback.run(columns, call.numbers())
-        else:
-            plan.compile()
-            leaves = plan.run_groups(columns, call.numbers())
-            plan.log()
+            return _result(plan.fallback.result_spec, leaves, call)
+        plan.compile()
+        leaves = plan.run_groups(columns, call.numbers())
+        plan.log()
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
@@ -329,7 +329,8 @@ class FusedFunction:
             if executor.reason:
                 notes.append(f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}")
         fallback = EagerExecutor(self._function_of(call), "groups of elements overlap in memory")
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, notes=notes)
+        strided = sorted(i for key, indices in elements.items() if key.reason != NOT_STRIDED for i in indices)
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, strided, notes=notes)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
         reason = key.reason or "tensors that are written overlap others in memory"
@@ -340,11 +341,11 @@ class FusedFunction:
             return fallback
         traced = self._trace(call, key)
         for parameter in traced.program.stores:
-            is_shared = isinstance(columns[parameter], BroadcastColumn) and len(columns[parameter]) > 1
+            is_shared = isinstance(columns[parameter], BroadcastColumn) and call.count != 1
             if is_shared or key.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-        if any(key.parameters[parameter].expanded for parameter in traced.program.stores):
-            return fallback  # torch's own ops refuse that, each with its reason
+        if any(_repeats_memory(t) for parameter in traced.program.stores for t in unique_tensors(columns[parameter])):
+            return fallback  # some of torch's own ops refuse that, each with its reason
         if traced.unlowered:
             return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not key.triton:
@@ -384,10 +385,12 @@ class FusedFunction:
         return apply
 
 
+def _repeats_memory(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _result(spec: optree.PyTreeSpec, leaves: Leaves, call: FusedCall) -> PyTree:
     """The result of a call: `TensorColumn` as leaves, or plain tensors when no argument was a list."""
-    if not leaves:
-        return spec.unflatten([None] * spec.num_leaves)
     if call.count is None:
         return spec.unflatten([None if leaf is None else leaf[0] for leaf in leaves])
     # A leaf is None where the function returned nothing, of any element.

@@ -54,7 +54,7 @@ class ValueNeeded(RuntimeError):
 class RecordedNumber:
     """The node of a dynamic scalar, as torch's SymFloat and SymInt call it: an expression as text, and its type."""
 
-    shape_env = None
+    shape_env = expr = _hint = None
 
     def __init__(self, text: str, kind: type[float] | type[int], floored: str = "") -> None:
         self.text, self.kind = text, kind

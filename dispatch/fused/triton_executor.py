@@ -204,8 +204,6 @@ class TritonExecutor(Recordable, Executor):
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
-        if not self.returns:
-            return []
         return result_leaves(
             self.trace,
             columns,

@@ -119,7 +119,7 @@ class _PythonChecks:
 
 
 def _metadata(t: Tensor) -> tuple[object, ...]:
-    return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad
+    return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg()
 
 
 @requires("torch._C._dynamo.guards.TensorGuards", otherwise=_PythonChecks)

@@ -13,8 +13,10 @@ import torch
 
 from subtensors.arguments import LARGEST_SIZE, signature_of
 from subtensors.dispatch.fused.fused_function import FusedFunction
+from subtensors.dispatch.fused.proxies import ProxyTensor
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
+from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
 from subtensors.fused.custom_ops import functions
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.lists.tensor_list import TensorList
@@ -44,6 +46,8 @@ class Fused(Generic[P, R]):
         """Apply the math to every element of the lists among the arguments."""
         if torch.compiler.is_compiling():
             return self._traced_call(*args, **kwargs)
+        if has_dispatch_mode() and tree_find(ProxyTensor, (args, kwargs)):
+            return self.function(*args, **kwargs)  # the math of another fused function, which is traced
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
         return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]

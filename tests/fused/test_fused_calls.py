@@ -140,6 +140,14 @@ def test_a_shared_tensor_is_read_but_not_written(lowering: Lowering) -> None:
 
 
 @interpreted
+def test_a_shared_tensor_is_not_written_by_the_one_element_of_its_shape() -> None:
+    shared = torch.ones(3)
+    fusion = FusedFunction(lambda x, total: total.add_(x.sum()))
+    with pytest.raises(st.RuleError, match="writes to a tensor that all elements share"):
+        fusion(TensorColumn([torch.ones(1), torch.ones(3)]), shared)
+    assert shared.tolist() == [1.0] * 3
+
+
 def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() -> None:
     def function(p: Tensor) -> None:
         p.add_(p.amax())
@@ -168,6 +176,34 @@ def test_a_numpy_number_is_a_dynamic_scalar(number: Any) -> None:
     for factor in (number, number + number):
         assert torch.equal(fusion(TensorColumn([torch.ones(2)]), factor)[0], torch.full((2,), float(factor)))
     assert fusion.traces == 1
+
+
+@each_lowering
+def test_an_integer_number_is_an_exponent_or_a_base(lowering: Lowering) -> None:
+    x = TensorColumn([torch.arange(4, device=lowering.device)])
+    for function in (lambda x, n: x**n, lambda x, n: n**x):
+        fusion = FusedFunction(function)
+        with lowering.running():
+            assert all(torch.equal(fusion(x, n)[0], function(x[0], n)) for n in (2, 3))
+        assert fusion.traces == 1
+
+
+@each_lowering
+def test_fused_math_calls_fused_math_with_its_numbers(lowering: Lowering) -> None:
+    @st.fused
+    def average(m: Tensor, x: Tensor, *, rate: float) -> Tensor:
+        return m.lerp_(x, 1 - rate)
+
+    @st.fused
+    def descend(p: Tensor, g: Tensor, m: Tensor, *, lr: float) -> None:
+        p.sub_(lr * average(m, g, rate=lr / 2))
+
+    p, g, m = (st.TensorList([torch.full((3,), x, device=lowering.device)]) for x in (1.0, 2.0, 4.0))
+    with lowering.running():
+        descend(p, g, m, lr=0.5)
+        descend(p, g, m, lr=0.25)
+    assert m[0].tolist() == [2.0625] * 3
+    assert p[0].tolist() == [1 - 0.5 * 2.5 - 0.25 * 2.0625] * 3
 
 
 @each_lowering

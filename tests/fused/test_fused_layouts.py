@@ -125,7 +125,7 @@ def assert_like_the_map(
         fusion(*map(TensorColumn, fused))
     for fused_column, mapped_column in zip(fused, mapped, strict=True):
         for a, e in zip(fused_column, mapped_column, strict=True):
-            assert torch.equal(a, e)
+            assert torch.equal(*[t.to_dense() if t.is_sparse else t for t in (a, e)])
 
 
 def add_and_scale(p: Tensor, q: Tensor) -> None:
@@ -166,6 +166,57 @@ def test_overlap_between_elements_with_strides_of_their_own_equals_the_map(lower
     def make() -> list[list[Tensor]]:
         base = torch.arange(100.0, device=lowering.device)
         return [[base[:40:2], base[10:50:2]], list(lists((20,), (20,), device=lowering.device))]
+
+    assert_like_the_map(lowering, add_and_scale, make)
+
+
+@each_lowering
+def test_overlap_with_an_element_that_runs_the_function_itself_equals_the_map(lowering: Lowering) -> None:
+    def make() -> list[list[Tensor]]:
+        # The second is broadcast; the last is sparse, and its memory is unknown.
+        p, g = torch.ones(4, device=lowering.device), lists((4,), (1,), (4,), (4,), device=lowering.device)
+        return [[p, p, p, torch.ones_like(p).to_sparse()], [*g[:3], g[3].to_sparse()]]
+
+    assert_like_the_map(lowering, add_and_scale, make)
+
+
+@each_lowering
+def test_elements_in_several_groups_return_nothing(lowering: Lowering) -> None:
+    p, g = lists((4,), (4,), device=lowering.device), lists((1,), (4,), device=lowering.device)
+    with lowering.running():
+        assert FusedFunction(add_and_scale)(p, g) is None
+
+
+def test_elements_that_return_other_structures_are_refused() -> None:
+    function = FusedFunction(lambda x: {"a": x + 1} if x.dtype == torch.float32 else {"b": x + 1})
+    with pytest.raises(ValueError, match="for some elements, and"):
+        function(TensorColumn([torch.ones(2), torch.ones(2, dtype=torch.float64)]))
+
+
+def test_elements_may_return_nothing_where_others_return_a_tensor() -> None:
+    function = FusedFunction(lambda x: None if x.dtype == torch.float32 else x + 1)
+    first, second = function(TensorColumn([torch.ones(2), torch.ones(2, dtype=torch.float64)]))
+    assert first is None
+    assert second.tolist() == [2.0, 2.0]
+
+
+@each_lowering
+def test_what_torch_writes_to_a_broadcast_tensor_is_written(lowering: Lowering) -> None:
+    vector = torch.ones(1, device=lowering.device).expand(5)
+    with lowering.running():
+        FusedFunction(lambda x: x.zero_())(TensorColumn([vector]))
+    assert not vector.any()
+
+
+@each_lowering
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj], ids=["negated", "conjugated"])
+def test_elements_that_are_negated_or_conjugated_views_equal_the_map(
+    view: Callable[[Tensor], Tensor], lowering: Lowering
+) -> None:
+    def make() -> list[list[Tensor]]:
+        x = torch.tensor([1 + 2j, 3j, 1j], device=lowering.device)
+        x = x.imag.clone() if view is torch._neg_view else x
+        return [[torch.zeros_like(x), view(x.clone()), view(x[0].clone())], [view(x.clone()), x.clone(), x[1].clone()]]
 
     assert_like_the_map(lowering, add_and_scale, make)
 
