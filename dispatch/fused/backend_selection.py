@@ -55,19 +55,15 @@ def _metadata(column: Sequence[Tensor]) -> list[tuple[object, ...]]:
     strides: Iterable[tuple[int, ...]] = map(Tensor.stride, column)
     if set(map(_layout, column)) != {torch.strided}:
         strides = [t.stride() if t.layout is torch.strided else () for t in column]
-    return list(zip(map(type, column), map(_properties, column), strides, map(_is_lazy, column), strict=True))
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Return whether a tensor's values are the conjugates or the negatives of those in its memory."""
-    return type(tensor) in PLAIN_TYPES and (tensor.is_conj() or tensor.is_neg())
+    lazy = map(Tensor.is_conj, column), map(Tensor.is_neg, column)
+    return list(zip(map(type, column), map(_properties, column), strides, *lazy, strict=True))
 
 
 def execution_key(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
     """The execution key of the element with these tensors."""
     if any(type(t) not in PLAIN_TYPES or t.layout != torch.strided for t in row):
         return ExecutionKey(NOT_STRIDED)
-    if any(map(_is_lazy, row)):
+    if any(map(Tensor.is_conj, row)) or any(map(Tensor.is_neg, row)):
         return ExecutionKey("an element is a conjugated or negated view")
     on_host = [
         t.dim() == 0 and t.device.type == "cpu" and isinstance(c, BroadcastColumn)

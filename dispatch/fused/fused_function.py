@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import optree
 import torch
@@ -344,7 +345,7 @@ class FusedFunction:
             is_shared = isinstance(columns[parameter], BroadcastColumn) and call.count != 1
             if is_shared or key.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-        if any(_repeats_memory(t) for parameter in traced.program.stores for t in unique_tensors(columns[parameter])):
+        if any(_repeats_memory(columns[parameter]) for parameter in traced.program.stores):
             return fallback  # some of torch's own ops refuse that, each with its reason
         if traced.unlowered:
             return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
@@ -385,8 +386,13 @@ class FusedFunction:
         return apply
 
 
-def _repeats_memory(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _repeats_memory(column: Sequence[Tensor]) -> bool:
+    """Return whether an element has several numbers in one place."""
+    layouts = set(zip(map(_shape, column), map(Tensor.stride, column), strict=True))
+    return any(stride == 0 and size > 1 for layout in layouts for size, stride in zip(*layout, strict=True))
+
+
+_shape = attrgetter("shape")
 
 
 def _result(spec: optree.PyTreeSpec, leaves: Leaves, call: FusedCall) -> PyTree:
