@@ -345,7 +345,7 @@ class FusedFunction:
             is_shared = isinstance(columns[parameter], BroadcastColumn) and call.count != 1
             if is_shared or key.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
-        if any(_repeats_memory(columns[parameter]) for parameter in traced.program.stores):
+        if any(_has_expanded(columns[parameter]) for parameter in traced.program.stores):
             return fallback  # some of torch's own ops refuse that, each with its reason
         if traced.unlowered:
             return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
@@ -386,8 +386,8 @@ class FusedFunction:
         return apply
 
 
-def _repeats_memory(column: Sequence[Tensor]) -> bool:
-    """Return whether an element has several numbers in one place."""
+def _has_expanded(column: Sequence[Tensor]) -> bool:
+    """Return whether an element is expanded, so that several of its numbers are one in memory."""
     layouts = set(zip(map(_shape, column), map(Tensor.stride, column), strict=True))
     return any(stride == 0 and size > 1 for layout in layouts for size, stride in zip(*layout, strict=True))
 

@@ -166,7 +166,7 @@ def _close_step_by_step(device: torch.device, pool: PoolHandle) -> None:
 @requires("torch._C._cuda_sleep")
 def _launch_kernel() -> None:
     """Launch a kernel that needs no memory, of which there may be none left."""
-    torch._C._cuda_sleep(1)  # type: ignore[attr-defined]
+    torch._C._cuda_sleep(1)  # type: ignore[attr-defined]  # private
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -23,7 +23,7 @@ class PaddedStaticLayer(StaticLayer):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both, in a dtype of their own each: autocast may give keys another one than values."""
-        super().lazy_initialization(key_states, value_states)  # type: ignore[no-untyped-call]
+        super().lazy_initialization(key_states, value_states)  # type: ignore[no-untyped-call]  # transformers'
         assert self.values is not None
         self.values = self.values.to(value_states.dtype)
 

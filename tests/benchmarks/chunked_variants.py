@@ -66,7 +66,7 @@ def _quack() -> LossOf:
 
 def _mend_logger() -> None:
     # QuACK 0.6.5 asks everything that a kernel refers to for a key, and the CUTLASS DSL's logger has none.
-    logging.Logger.__quack_semantic_key__ = lambda self: self.name  # type: ignore[attr-defined]
+    logging.Logger.__quack_semantic_key__ = lambda self: self.name  # type: ignore[attr-defined]  # QuACK's
 
 
 def _cut() -> LossOf:

@@ -22,7 +22,7 @@ VARIANTS = (
     *("compile", "liger 16", "liger hopper", "quack"),
     *("st.chunk", "st.chunk fast", "st.chunk limited", "st.chunk fast limited"),
 )
-"""What is measured unless other names are asked for."""
+"""The ways that are measured by default."""
 
 
 class Head(Loss):

@@ -177,7 +177,7 @@ def have_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int]
 
 @pytest.fixture(params=["by rows", "by columns"])
 def blocks(request: pytest.FixtureRequest, have_blocks: Callable[[list[int]], None]) -> None:
-    """Let the cost model choose among columns, or not."""
+    """The shape of the blocks that the cost model chooses from."""
     if request.param == "by columns":
         have_blocks([8, 12])
 
