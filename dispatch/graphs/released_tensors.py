@@ -16,8 +16,9 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from functools import cache
-from typing import ClassVar, NoReturn
+from functools import cache, partial
+from itertools import chain, compress
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import torch
@@ -117,6 +118,20 @@ def _released_class(resident: type[Tensor]) -> type[Tensor]:
     return type(f"Released{resident.__name__}", (ReleasedTensor, resident), namespace)
 
 
+def _tensors_of_process() -> list[Tensor]:
+    """Return all Python tensors that the garbage collector tracks.
+
+    It tracks tuples that other threads are about to fill, and CPython raises SystemError in a thread whose unfinished
+    tuple is referred to. So the list of all objects is made, filtered and cleared in one call that runs no Python code,
+    during which no other thread runs.
+    """
+    objects: list[Any] = []
+    fill = map(objects.extend, map(gc.get_objects, [None]))
+    tensors = compress(objects, map(partial(type.__subclasscheck__, Tensor), map(type, objects)))
+    clear = map(list.clear, [objects])
+    return list(chain(fill, tensors, clear))[1:-1]
+
+
 class ReferenceCensus:
     """All Python tensors whose storage begins in an address range, gradients that only autograd refers to included.
 
@@ -127,7 +142,7 @@ class ReferenceCensus:
 
     def __init__(self, start: int, end: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            objects = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+            objects = _tensors_of_process()
             gradients = [t.grad for t in objects if _is_leaf(t) and t.grad is not None]
             found: dict[int, Tensor] = {id(t): t for t in [*objects, *gradients] if start <= _storage_address(t) < end}
             self.storage_addresses = {_storage_address(t) for t in found.values()}

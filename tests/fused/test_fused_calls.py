@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fused_lists import groups, lists, sgd
-from programs import Lowering, check, each_lowering, interpreted
+from programs import Lowering, check, each_kernel_lowering, each_lowering, interpreted
 from torch import Tensor
 
 import subtensors as st
@@ -148,17 +148,22 @@ def test_a_shared_tensor_is_not_written_by_the_one_element_of_its_shape() -> Non
     assert shared.tolist() == [1.0] * 3
 
 
-def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written() -> None:
-    def function(p: Tensor) -> None:
-        p.add_(p.amax())
+def add_largest(p: Tensor) -> None:
+    p.add_(p.amax())
 
-    for lowering in (Lowering.TORCH, Lowering.INTERPRETER):
-        with lowering.running(), pytest.raises(RuntimeError, match="amax"):
-            FusedFunction(function)(TensorColumn([torch.ones(0)]))
-    p = TensorColumn([torch.ones(3), torch.ones(0)])
-    with Lowering.INTERPRETER.running(), pytest.raises(RuntimeError, match="amax of an empty tensor"):
-        FusedFunction(function)(p)
-    assert torch.equal(p[0], torch.ones(3))
+
+@each_lowering
+def test_the_largest_of_an_empty_tensor_is_refused(lowering: Lowering) -> None:
+    with lowering.running(), pytest.raises(RuntimeError, match="amax"):
+        FusedFunction(add_largest)(TensorColumn([torch.ones(0, device=lowering.device)]))
+
+
+@each_kernel_lowering
+def test_the_largest_of_an_empty_tensor_is_refused_before_anything_is_written(lowering: Lowering) -> None:
+    p = TensorColumn([torch.ones(n, device=lowering.device) for n in (3, 0)])
+    with lowering.running(), pytest.raises(RuntimeError, match="amax of an empty tensor"):
+        FusedFunction(add_largest)(p)
+    assert p[0].tolist() == [1.0] * 3
 
 
 def test_keyword_and_nested_arguments_are_distinguished() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -126,12 +128,41 @@ def test_a_release_names_gc_freeze_where_it_may_hide_tensors(count: int, monkeyp
     arena = st.Arena("cpu")
     t = arena.ones(3)
     with monkeypatch.context() as patched:
-        patched.setattr(gc, "get_objects", list)
+        patched.setattr(gc, "get_objects", lambda generation: [])
         patched.setattr(gc, "get_freeze_count", lambda: count)
         with pytest.raises(st.AddressError) as error:
             arena.release()
     assert ("call gc.unfreeze() before" in str(error.value)) == bool(count)
     assert t.sum() == 3
+
+
+def test_a_release_leaves_alone_the_tuples_that_other_threads_fill(device: str) -> None:
+    arena, failed, done = st.Arena(device, chunk="2MiB"), list[str](), threading.Event()
+    t = arena.ones(3)
+
+    def fill() -> None:
+        try:
+            while not done.is_set():
+                tuple(i for i in range(200))
+        except SystemError as error:
+            failed.append(str(error))
+
+    threads = [threading.Thread(target=fill) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            arena.release()
+            arena.restore()
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert t.tolist() == [1.0] * 3
 
 
 def test_a_gradient_in_an_arena_is_released_too(device: str) -> None:
