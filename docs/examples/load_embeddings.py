@@ -2,34 +2,45 @@
 
     python docs/examples/load_embeddings.py --requests 2000 --clients 64
 
-Each engine has a server of its own on the loopback interface. They get the same texts in rounds, one engine after the
-other, in an order that is drawn anew in each round.
+Each engine has a server in a process of its own, on the loopback interface, and clients are in others. They get the
+same texts in rounds, one engine after the other, in an order that is drawn anew in each round.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import torch
 import uvicorn
-from fastapi import FastAPI
 
 from demo.text import corpus
-from embedding_engines import BucketedEngine, Engine, Limits, PlainEngine, encoder_on
+from embedding_engines import BucketedEngine, Encoder, Engine, Limits, PlainEngine, encoder_on
 from serve_embeddings import application
 
 ROUNDS = 5
+PROCESSES = 4
+"""Of the clients: one could not ask as fast as a server answers."""
+
+SPAWN = multiprocessing.get_context("spawn")
+
+ENGINES: dict[str, Callable[[Encoder, Limits], Engine]] = {
+    "plain": PlainEngine,
+    "compiled": partial(PlainEngine, compiled=True),
+    "bucketed": BucketedEngine,
+}
 
 
 @dataclass(frozen=True)
@@ -47,21 +58,27 @@ class Answer:
     seconds: float
 
 
+def serve(name: str, device: str, limits: Limits, listening: socket.socket) -> None:
+    """Serve by the engine of a name on a socket that listens, until a signal to end."""
+    app = application(lambda: ENGINES[name](encoder_on(device, limits), limits), limits)
+    uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=30)).run([listening])
+
+
 @contextmanager
-def serving(app: FastAPI) -> Iterator[tuple[str, uvicorn.Server]]:
-    """Serve an application on a free port of the loopback interface, in a thread; yield its address and the server."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=30))
+def serving(name: str, device: str, limits: Limits) -> Iterator[str]:
+    """Serve by the engine of a name in a process of its own, on a free port; yield its address when it is warm."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            while not server.started and thread.is_alive():
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}", server
-        finally:
-            server.should_exit = True
-            thread.join()
+        listening.listen()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        process = SPAWN.Process(target=serve, args=(name, device, limits, listening))
+        process.start()
+    try:
+        httpx.get(f"{address}/health", timeout=600).raise_for_status()
+        yield address
+    finally:
+        process.terminate()
+        process.join()
 
 
 async def ask(client: httpx.AsyncClient, text: str) -> Answer:
@@ -94,19 +111,15 @@ async def load(address: str, texts: Sequence[str], clients: int) -> list[Answer]
         return list(await asyncio.gather(*(one(text) for text in texts)))
 
 
+def load_here(address: str, texts: Sequence[str], clients: int) -> list[Answer]:
+    """Do what `load` does, in a process of its own."""
+    return asyncio.run(load(address, texts, clients))
+
+
 def texts_of(count: int, longest: int, seed: int = 0) -> list[str]:
     """Return definitions of the standard library, cut to a length, in an order drawn by the seed."""
     texts = [text[:longest].decode("ascii", "replace")[:longest] for text in corpus(1 << 20)]
     return random.Random(seed).choices([text for text in texts if len(text.encode()) <= longest], k=count)
-
-
-def engines(device: str, limits: Limits) -> dict[str, Callable[[], Engine]]:
-    """Return what makes each engine, by its name."""
-    return {
-        "plain": lambda: PlainEngine(encoder_on(device, limits), limits),
-        "compiled": lambda: PlainEngine(encoder_on(device, limits), limits, compiled=True),
-        "bucketed": lambda: BucketedEngine(encoder_on(device, limits), limits),
-    }
 
 
 def main() -> None:
@@ -114,23 +127,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Put a load on the embedding server.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--requests", type=int, default=2000, help="of each engine in each round")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--engines", nargs="+", default=["plain", "compiled", "bucketed"])
+    parser.add_argument("--clients", type=int, default=64, help="requests that are under way at a time")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options = parser.parse_args()
     limits = Limits(waiting=max(256, options.clients))
     texts = texts_of(options.requests, limits.longest)
     found: dict[str, list[list[Answer]]] = {name: [] for name in options.engines}
     seconds: dict[str, list[float]] = {name: [] for name in options.engines}
     order = random.Random(0)
+    share = -(-options.clients // PROCESSES)
     with ExitStack() as stack:
-        made = engines(options.device, limits)
-        servers = {n: stack.enter_context(serving(application(made[n], limits)))[0] for n in options.engines}
-        for turn in range(ROUNDS):
+        servers = {n: stack.enter_context(serving(n, options.device, limits)) for n in options.engines}
+        pool = stack.enter_context(ProcessPoolExecutor(PROCESSES, SPAWN))
+        for turn in range(-1, ROUNDS):  # the first round starts connections and processes, and does not count
             for name in order.sample(options.engines, len(options.engines)):
                 started = time.perf_counter()
-                found[name].append(asyncio.run(load(servers[name], texts, options.clients)))
-                seconds[name].append(time.perf_counter() - started)
-                print(f"round {turn + 1} of {ROUNDS}, {name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
+                parts = [(servers[name], texts[i::PROCESSES], share) for i in range(PROCESSES)]
+                answers = [a for part in pool.map(load_here, *zip(*parts, strict=True)) for a in part]
+                taken = time.perf_counter() - started
+                if turn >= 0:
+                    found[name].append(answers)
+                    seconds[name].append(taken)
+                print(f"round {turn + 1} of {ROUNDS}, {name}: {taken:.1f} s", file=sys.stderr, flush=True)
     for name, rounds in found.items():
         slowest = sorted(answer.seconds for answers in rounds for answer in answers)
         rates = sorted(len(texts) / taken for taken in seconds[name])

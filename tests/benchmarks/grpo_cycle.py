@@ -160,7 +160,9 @@ def run(options: argparse.Namespace) -> int:
         for row in measure(wanted[0], options.cycles, options.tiny, options.device):
             rows.append(row)
             save(rows, data)  # a run that is cut short leaves what it measured
-        print(f"{wanted[0]}: {options.cycles} cycles")
+        print(f"{wanted[0]}: {options.cycles} cycles", flush=True)
+        if wanted[0] == "TRL":
+            os._exit(0)  # torch_memory_saver aborts a process in which torch frees its memory at the end
         return 0
     missing = [name for name in ("trl", "torch_memory_saver") if find_spec(name) is None]
     if "TRL" in wanted and (missing or options.device != "cuda"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import string
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ httpx = pytest.importorskip("httpx", reason='the server needs pip install ".[ser
 for name in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(name, reason='the server needs pip install ".[serve]"')
 
+import uvicorn  # noqa: E402
+from fastapi import FastAPI  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
+import load_embeddings  # noqa: E402
 from embedding_engines import BucketedEngine, Encoder, Limits, PlainEngine  # noqa: E402
-from load_embeddings import load, serving, texts_of  # noqa: E402
+from load_embeddings import load, texts_of  # noqa: E402
 from serve_embeddings import application  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +84,23 @@ class Gate(BucketedEngine):
     def release(self) -> None:
         super().release()
         self.is_released = True
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[tuple[str, uvicorn.Server]]:
+    """Serve an application on a free port of the loopback interface, in a thread; yield its address and the server."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=30))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", server
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def until(condition: Any) -> None:
@@ -162,6 +184,16 @@ def test_real_texts_come_from_the_standard_library() -> None:
     texts = texts_of(50, LIMITS.longest)
     assert len(set(texts)) > 20
     assert all(0 < len(text.encode()) <= LIMITS.longest for text in texts)
+
+
+def test_a_load_on_servers_in_their_own_processes_says_what_each_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load_embeddings, "ROUNDS", 1)
+    monkeypatch.setattr(load_embeddings, "PROCESSES", 1)
+    monkeypatch.setattr(sys, "argv", "load --device cpu --requests 6 --clients 2 --engines plain".split())
+    load_embeddings.main()
+    assert re.fullmatch(r"plain .*documents/s .*, 0 without an answer\n", capsys.readouterr().out)
 
 
 def test_an_overload_is_refused_at_once_and_those_who_wait_are_answered(gate: Gate, background: Loop) -> None:
