@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -102,6 +103,23 @@ class ResumedStreamer:
         self._streamer.end()
 
 
+@dataclass
+class _Call:
+    """One call of `generate`.
+
+    Args:
+        cache: of its decode steps.
+        contexts: what ends with it.
+        thread: that called.
+        cached_tokens: how many the cache has.
+    """
+
+    cache: Any
+    contexts: ExitStack
+    thread: int = field(default_factory=threading.get_ident)
+    cached_tokens: int = 0
+
+
 class Generation(Generic[P]):
     """The programs and caches that a model generates with.
 
@@ -119,11 +137,7 @@ class Generation(Generic[P]):
         self.model, self.seq, self.length = model, seq, seq.max
         self.programs: dict[str, P] = {}
         self._caches: dict[object, Any] = {}
-        self._active_cache: object = None
-        """The cache of the current call, or None."""
-        self._cached_tokens = self._thread = 0
-        self._contexts = ExitStack()
-        """What ends with the current call."""
+        self._call: _Call | None = None
         self._no_graph_reason = ""
         """The reason why a part of a call has no graph, or ""; later calls don't try again."""
         one_or_more = Sizes(sorted({1, *seq.buckets}))
@@ -139,7 +153,7 @@ class Generation(Generic[P]):
         else:
             new = Dim(seq.name, max=seq.max, min=1, buckets=one_or_more)
             dims = {"input_ids": {1: new}, "attention_mask": {2: new}, "position_ids": {1: new}}
-        self._tokens = next(iter(dims))
+        self._tokens_name = next(iter(dims))
         names = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
         self._dims = _accepted_dims(model, dims)
@@ -177,7 +191,7 @@ class Generation(Generic[P]):
         """Return the reason why the bucketed programs can't generate, or "" if they can."""
         if self._no_graph_reason:
             return self._no_graph_reason
-        if self._active_cache is not None:
+        if self._call is not None:
             return "generate is called within a call of it"
         for name in UNSUPPORTED_OPTIONS:
             if self._option(options, name) not in (None, False):
@@ -216,13 +230,12 @@ class Generation(Generic[P]):
             raise RuleError(self._no_graph_reason or str(error)) from error
 
     def _generate(self, options: Options) -> PyTree:
-        cache = self._cache(_prompt(options), options)
-        cache.reset()
-        self._active_cache, self._cached_tokens, self._thread = cache, 0, threading.get_ident()
         with ExitStack() as contexts:
-            self._contexts = contexts
-            contexts.callback(setattr, self, "_active_cache", None)
             contexts.enter_context(_LOCKS.setdefault(self.model, threading.RLock()))
+            cache = self._cache(_prompt(options), options)
+            cache.reset()
+            self._call = call = _Call(cache, contexts)
+            contexts.callback(setattr, self, "_call", None)
             contexts.enter_context(_replaced_forward(self.model, self._forward))
             if "encoder" in self.programs:
                 encode = functools.update_wrapper(functools.partial(self._encode), self._encoder.forward)
@@ -235,7 +248,7 @@ class Generation(Generic[P]):
             from subtensors.bucketed.padded_cache import growing_copy
 
             for name in [name for name, x in result.items() if x is cache]:
-                result[name] = growing_copy(cache, self._cached_tokens)
+                result[name] = growing_copy(cache, call.cached_tokens)
         return result
 
     def _cache(self, prompt: Tensor, options: Options) -> Any:
@@ -252,7 +265,7 @@ class Generation(Generic[P]):
                     from subtensors.bucketed.padded_cache import padded_cache
 
                     cache = padded_cache(self.model, self.length)
-                    once = {"input_ids": token, self._tokens: token, self._cache_name: cache}
+                    once = {"input_ids": token, self._tokens_name: token, self._cache_name: cache}
                     self.model(**once, use_cache=True)
             except Exception as error:  # whatever a model raises for a cache that it doesn't know
                 self._no_graph_reason = (
@@ -282,8 +295,9 @@ class Generation(Generic[P]):
 
     def _encode(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the encoder's forward: the program without buckets where another thread calls the model."""
-        encoder = self.programs["encoder"]
-        return (encoder if self._thread == threading.get_ident() else encoder.program)(*args, **kwargs)
+        encoder, call = self.programs["encoder"], self._call
+        is_own = call is not None and call.thread == threading.get_ident()
+        return (encoder if is_own else encoder.program)(*args, **kwargs)
 
     def _decode(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the model's forward; raise if the tokens don't fit into the cache.
@@ -291,23 +305,23 @@ class Generation(Generic[P]):
         Other code may call the model during a call, as a logits processor does for guidance. It uses a cache of its
         own, and runs the program without buckets.
         """
-        cache, tokens = kwargs.get(self._cache_name), kwargs.get(self._tokens)
-        if cache is None or cache is not self._active_cache:
+        call, tokens = self._call, kwargs.get(self._tokens_name)
+        if call is None or kwargs.get(self._cache_name) is not call.cache:
             return self.programs["decoder"].program(*args, **kwargs)
         if tokens is None:
             raise RuleError("generate begins with something other than tokens")
-        self._cached_tokens += tokens.shape[1]
-        if self._cached_tokens > self.length:
+        call.cached_tokens += tokens.shape[1]
+        if call.cached_tokens > self.length:
             raise SizeError(f"the text got longer than {self.length}; raise max in st.Dim({self.seq.name!r}, ...)")
-        return self._decoder(kwargs)(*args, **kwargs)
+        return self._decoder(kwargs, call.contexts)(*args, **kwargs)
 
-    def _decoder(self, kwargs: Mapping[str, PyTree]) -> P:
+    def _decoder(self, kwargs: Mapping[str, PyTree], contexts: ExitStack) -> P:
         """Return the program for a call: a mask of the cache alone, as BLOOM's, has no dim of new tokens."""
         lacking = [name for name, dims in self._dims.items() if _lacks(kwargs.get(name), dims)]
         name = " without ".join(["decoder", *lacking])
         if name not in self.programs:
             self.programs[name] = self._make({key: dims for key, dims in self._dims.items() if key not in lacking})
-            self._contexts.enter_context(self.programs[name].settled())
+            contexts.enter_context(self.programs[name].settled())
         return self.programs[name]
 
     def release(self) -> None:
