@@ -66,7 +66,7 @@ def serve(name: str, device: str, limits: Limits, listening: socket.socket) -> N
 
 @contextmanager
 def serving(name: str, device: str, limits: Limits) -> Iterator[str]:
-    """Serve by the engine of a name in a process of its own, on a free port; yield its address when it is warm."""
+    """Serve by the engine of a name in a process of its own, on a free port; yield its address, warm or not yet."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -74,7 +74,6 @@ def serving(name: str, device: str, limits: Limits) -> Iterator[str]:
         process = SPAWN.Process(target=serve, args=(name, device, limits, listening))
         process.start()
     try:
-        httpx.get(f"{address}/health", timeout=600).raise_for_status()
         yield address
     finally:
         process.terminate()
@@ -138,6 +137,8 @@ def main() -> None:
     share = -(-options.clients // PROCESSES)
     with ExitStack() as stack:
         servers = {n: stack.enter_context(serving(n, options.device, limits)) for n in options.engines}
+        for address in servers.values():
+            httpx.get(f"{address}/health", timeout=600).raise_for_status()  # which waits until it is warm
         pool = stack.enter_context(ProcessPoolExecutor(PROCESSES, SPAWN))
         for turn in range(-1, ROUNDS):  # the first round starts connections and processes, and does not count
             for name in order.sample(options.engines, len(options.engines)):

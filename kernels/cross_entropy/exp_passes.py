@@ -45,8 +45,8 @@ _works: dict[torch.device, bool] = {}
 
 
 def chunk_row_bytes(classes: int) -> int:
-    """Return the bytes of a chunk's row beside E: the sums and the sampled logits."""
-    return 4 * (-(-classes // COLUMNS) + SAMPLES)
+    """Return the bytes of a chunk's row beside E: the sums."""
+    return 4 * -(-classes // COLUMNS)
 
 
 def is_worth_exponentials(rows: int, classes: int, width: int) -> bool:
@@ -72,7 +72,7 @@ def head_has_exponentials(
     >>> head_has_exponentials(torch.bfloat16, 768, 50304, torch.device("cpu"))
     False
     """
-    if dtype != torch.bfloat16 or device.type != "cuda" or width % 8 or classes % COLUMNS or classes < SAMPLES:
+    if dtype != torch.bfloat16 or device.type != "cuda" or width % 8 or classes % COLUMNS or classes < 2 * SAMPLES:
         return False
     return LEAST_WIDTH <= width <= MOST_WIDTH and (kernel_works(device) if tries else _works.get(device, False))
 
@@ -121,15 +121,15 @@ def kernel_works(device: torch.device) -> bool:
 def is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a small loss by exponentials is right: its statistics and its gradients."""
     with torch.autocast(device.type, enabled=False):
-        exact = torch.arange(384 * 320, device=device, dtype=torch.float32).mul_(0.37).cos_().view(384, 320)
+        exact = torch.arange(512 * 320, device=device, dtype=torch.float32).mul_(0.37).cos_().view(512, 320)
         weight = exact.to(dtype)
-        hidden, targets = weight[::2].contiguous(), torch.arange(192, device=device).mul_(5).remainder_(384)
+        hidden, targets = weight[:384:2].contiguous(), torch.arange(192, device=device).mul_(5).remainder_(512)
         targets[::7] = -1
         shares = exact.new_full((192,), 0.5).masked_fill_(targets < 0, 0.0)
         statistics = RowStatistics.uninitialized(192, torch.float32, device)
         head = LinearHead(hidden, weight, None, GradFlags(), dtype, None)
         passes = ExponentialPasses(head, targets, CrossEntropy(), statistics, GradientFactors(*[shares] * 4), 192)
-        memory, scaled = hidden.new_empty(192, 384), torch.empty_like(hidden)
+        memory, scaled = hidden.new_empty(192, 512), torch.empty_like(hidden)
         try:
             wait_for_triton()
             passes.write(memory, 0, 192, scaled)
@@ -139,7 +139,7 @@ def is_right(device: torch.device, dtype: torch.dtype) -> bool:
             _log.info("cross entropies compute logits on %s: %s: %s", device, type(error).__name__, error)
             return False
         logits = wide_product(hidden, weight)
-        gradient = logits.softmax(1) - (targets[:, None] == torch.arange(384, device=device)).float()
+        gradient = logits.softmax(1) - (targets[:, None] == torch.arange(512, device=device)).float()
         gradient.mul_(shares[:, None])
         pairs = [
             (statistics.log_sum_exp()[targets >= 0], logits.logsumexp(1)[targets >= 0]),
@@ -247,7 +247,7 @@ class ExponentialPasses:
         shifts, targets = statistics.row_max, self.class_indices
         assert self._sums is not None
         sums = self._sums[: classes // COLUMNS * rows].view(-1, rows)
-        samples = sums.new_empty(rows, SAMPLES)
+        samples = found.view(torch.float32).view(-1)[: rows * SAMPLES].view(rows, SAMPLES)  # read before E is written
         product_into(samples, hidden[begin:end], weight[:: classes // SAMPLES][:SAMPLES].t(), accumulate=False)
         _launch("shifts_kernel")(
             rows,

@@ -179,6 +179,9 @@ WAYS: dict[str, Callable[[nn.Module], Made]] = {
     "apply, pointwise, cuDNN": lambda model: ours(model, compile="pointwise", attention=SDPBackend.CUDNN_ATTENTION),
     "apply, compile": lambda model: ours(model, compile=True),
     "apply, compile, cuDNN": lambda model: ours(model, compile=True, attention=SDPBackend.CUDNN_ATTENTION),
+    "apply, compile, cuDNN, 4GiB": lambda model: ours(
+        model, compile=True, attention=SDPBackend.CUDNN_ATTENTION, loss={"memory_limit": "4GiB"}
+    ),
     "apply, compile, cuDNN, int8": lambda model: ours(
         model, compile=True, attention=SDPBackend.CUDNN_ATTENTION, state_dtype="int8"
     ),

@@ -45,10 +45,10 @@ def exponentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def problem(lowering: Lowering, seed: int, count: int = 37, scale: float = 1.0, **options: Any) -> Case:
-    """Hidden states of 264 numbers and 384 classes; every fifth target is ignored."""
+    """Hidden states of 264 numbers and 512 classes; every fifth target is ignored."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(count, 264, generator=generator), torch.randn(384, 264, generator=generator) / 264**0.5
-    target = torch.randint(384, (count,), generator=generator)
+    hidden, weight = torch.randn(count, 264, generator=generator), torch.randn(512, 264, generator=generator) / 264**0.5
+    target = torch.randint(512, (count,), generator=generator)
     target[::5] = -100
     case = Case(hidden * scale, weight, target, None, CrossEntropy(**options))
     return case.to(lowering.device, torch.bfloat16 if lowering is Lowering.CUDA else torch.float32)
@@ -72,7 +72,7 @@ def run(case: Case, **keywords: Any) -> LossAndGradients:
 def test_value_and_gradients_equal_those_of_the_plain_program(
     lowering: Lowering, seed: int, scale: float, rows: int, has_weight: bool, **options: Any
 ) -> None:
-    weight = torch.rand(384, generator=torch.Generator().manual_seed(seed)) + 0.1 if has_weight else None
+    weight = torch.rand(512, generator=torch.Generator().manual_seed(seed)) + 0.1 if has_weight else None
     case = problem(lowering, seed, scale=scale, class_weight=weight, **options)
     check(run(case, rows=rows), case)
 
@@ -101,7 +101,7 @@ def test_large_logits_close_together_lose_nothing(lowering: Lowering, logit: flo
     case.hidden.zero_()[:, 0] = logit
     case.hidden[:, 1] = 1.0
     case.weight.zero_()[:, 0] = 1.0
-    case.weight[:, 1] = torch.linspace(-0.01, 0.01, 384)
+    case.weight[:, 1] = torch.linspace(-0.01, 0.01, 512)
     exact = case.to(str(case.hidden.device), torch.float64)
     found, truth = run(case, rows=16), plain(exact)
     size = terms_without_signs(exact, None, F.linear(exact.hidden, exact.weight))
@@ -125,7 +125,7 @@ def far(lowering: Lowering, by: float) -> Case:
     case = problem(lowering, 3)
     case.hidden[1] = 0
     case.hidden[1, 0] = 8
-    case.weight[:, 0] = torch.linspace(-0.5, 0.5, 384)
+    case.weight[:, 0] = torch.linspace(-0.5, 0.5, 512)
     case.weight[300, 0] = by / 8
     case.target[1] = 7
     return case
