@@ -114,7 +114,7 @@ class _Call:
         cached_tokens: how many the cache has.
     """
 
-    cache: Any
+    cache: object
     contexts: ExitStack
     thread: int = field(default_factory=threading.get_ident)
     cached_tokens: int = 0
