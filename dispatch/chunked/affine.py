@@ -6,12 +6,12 @@ in the pass that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch._ops import OpOverloadPacket
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, computation
 from subtensors.dispatch.ops.tree import tree_leaves
 
 aten = torch.ops.aten
@@ -52,53 +52,35 @@ _BILINEAR: dict[OpOverloadPacket, Collection[int]] = {
 }
 
 
-def is_affine(value: LazyValue, sums: Sequence[LazyValue]) -> bool:
-    """Return whether a value is a constant plus constant multiples of the sums.
+def affine_ops(value: LazyValue, sums: Collection[LazyValue]) -> set[LazyValue] | None:
+    """Return the values between sums and a value that is a constant plus constant multiples of them.
 
     Args:
         value: a replicated value.
         sums: partials that it may depend on.
 
     Returns:
-        False also where the ops don't show it.
+        those that depend on the sums, without the sums; None where it depends on none, or the ops don't show it.
     """
-    depends, affine = _analyze(value, {id(v): (True, True) for v in sums})
-    return depends and affine
+    depending = {*sums}
+    for v in computation([value], lambda v: v.combine is not None):
+        if v.node is None or v.combine is not None or depending.isdisjoint(v.node.operands()):
+            continue
+        if not v.needs_grad or not _is_affine_in(v.node, depending):
+            return None
+        depending.add(v)
+    return depending.difference(sums) if value in depending else None
 
 
-def _analyze(value: LazyValue, known: dict[int, tuple[bool, bool]]) -> tuple[bool, bool]:
-    """Return whether a value depends on the sums, and whether it is affine in them; add both to `known`, by its id."""
-    if id(value) not in known:
-        is_computed = value.node is not None and value.tensor is None and value.combine is None
-        known[id(value)] = _analyze_op(value, known) if is_computed else (False, True)
-    return known[id(value)]
-
-
-def _analyze_op(value: LazyValue, known: dict[int, tuple[bool, bool]]) -> tuple[bool, bool]:
-    """Analyze a value by its op and its operands."""
-    node = value.node
-    assert node is not None
-    depending: list[int] = []
-    nested = False
-    for position, argument in enumerate([*node.args, *node.kwargs.values()]):
-        for x in tree_leaves(argument):
-            if isinstance(x, (LazyValue, RowSlice)):
-                depends, affine = _analyze(x.value if isinstance(x, RowSlice) else x, known)
-                if depends and not affine:
-                    return True, False
-                if depends:
-                    depending.append(position)
-                    nested = nested or not isinstance(argument, LazyValue)
-    if not depending:
-        return False, True
+def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:
+    """Return whether an op on replicated values is affine in those of its operands that depend on the sums."""
+    arguments = [*node.args, *node.kwargs.values()]
     packet = getattr(node.op, "overloadpacket", None)
-    is_list = packet in (aten.stack, aten.cat)
-    if (nested and not is_list) or value.needs_grad is False:
-        return True, False
+    positions = [n for n, x in enumerate(arguments) for leaf in tree_leaves(x) if leaf in depending]
+    if packet not in (aten.stack, aten.cat) and any(not isinstance(arguments[n], LazyValue) for n in positions):
+        return False
     if packet in JOINTLY_LINEAR:
         # div.Tensor_mode rounds.
-        plain = not any(isinstance(x, str) for x in tree_leaves((node.args, node.kwargs)))
-        return True, plain and all(position in JOINTLY_LINEAR[packet] for position in depending)
-    if packet in _BILINEAR:
-        return True, len(depending) == 1 and depending[0] in _BILINEAR[packet]
-    return True, False
+        plain = not any(isinstance(x, str) for x in tree_leaves(arguments))
+        return plain and all(position in JOINTLY_LINEAR[packet] for position in positions)
+    return packet in _BILINEAR and len(positions) == 1 and positions[0] in _BILINEAR[packet]

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.affine import is_affine
+from subtensors.dispatch.chunked.affine import affine_ops
 from subtensors.dispatch.chunked.autograd import FusedForwardBackward, RecomputeChunks, forward_only
 from subtensors.dispatch.chunked.lazy_graph import (
     Combine,
     LazyValue,
-    RowSlice,
+    computation,
     known_tensor,
     replicated,
     without_ambient_modes,
@@ -20,7 +20,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.chunked.schedule import ChunkSchedule
-from subtensors.dispatch.ops.tree import PyTree, tree_map, tree_tensors
+from subtensors.dispatch.ops.tree import tree_map, tree_tensors
 
 
 def evaluate(value: LazyValue) -> Tensor:
@@ -96,29 +96,16 @@ def passes_for(value: LazyValue) -> list[ChunkSchedule]:
 
 def _levels(requested: Sequence[LazyValue]) -> list[list[LazyValue]]:
     """Return the partials still to compute for some values, by level: each level depends on earlier ones only."""
-    level_of: dict[int, int] = {}
+    level_of: dict[LazyValue, int] = {}
     levels: list[list[LazyValue]] = []
-    stack: list[tuple[LazyValue, bool]] = [(value, False) for value in requested]
-    while stack:
-        value, ready = stack.pop()
-        if id(value) in level_of and level_of[id(value)] >= 0:
-            continue
-        if value.tensor is not None or value.node is None:
-            level_of[id(value)] = 0
-            continue
-        operands = [x.value if isinstance(x, RowSlice) else x for x in value.node.operands()]
-        if not ready:
-            level_of[id(value)] = -1
-            stack.append((value, True))
-            stack.extend((v, False) for v in operands)
-            continue
-        level = max((level_of[id(v)] for v in operands), default=0)
+    for value in computation(requested):
+        level = max((level_of.get(v, 0) for v in (value.node.operands() if value.node else ())), default=0)
         if value.combine is not None:
-            if len(levels) <= level:
-                levels.extend([] for _ in range(level + 1 - len(levels)))
+            if level == len(levels):
+                levels.append([])
             levels[level].append(value)
             level += 1
-        level_of[id(value)] = level
+        level_of[value] = level
     return levels
 
 
@@ -214,21 +201,11 @@ class _Evaluation:
 
     def _compute(self, requested: LazyValue) -> Tensor:
         """Return the tensor of a replicated value whose partials are known."""
-        stack = [requested]
-        while stack:
-            value = stack[-1]
-            if known_tensor(value) is not None:
-                stack.pop()
-                continue
+        for value in computation([requested]):
             node = value.node
             assert node is not None
-            missing = [
-                v for x in node.operands() if known_tensor(v := x.value if isinstance(x, RowSlice) else x) is None
-            ]
-            if missing:
-                stack.extend(missing)
+            if value.tensor is not None:  # computed with another result of its op
                 continue
-            stack.pop()
             args, kwargs = tree_map(
                 (node.args, node.kwargs), lambda x: known_tensor(x) if isinstance(x, LazyValue) else x
             )
@@ -247,17 +224,18 @@ class _Evaluation:
     def _run_fused(self, requested: LazyValue, partials: Sequence[LazyValue], rides: Sequence[LazyValue]) -> bool:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; return False for others."""
         sums = [v for v in partials if v.needs_grad]
-        if len({*map(_root, sums)}) != 1 or not _is_fusable(requested, sums):
+        chain = _fusable(requested, sums) if len({*map(_root, sums)}) == 1 else None
+        if chain is None:
             return False
         self._run_passes([v for v in partials if not v.needs_grad])
         (plan,) = _passes(sums, [v for v in rides if v.tensor is None])
-        others = _others(requested, sums)
+        others = _others(requested, sums, chain)
         reads, yielded = self._inputs(plan), plan.requested
         plan.release_values()
         rest = [self._compute(v) for v in others]
 
         def epilogue(totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-            return _rerun(requested, {id(v): t for v, t in zip((*sums, *others), (*totals, *rest), strict=True)})
+            return _rerun(requested, dict(zip((*sums, *others), (*totals, *rest), strict=True)))
 
         out, *results = FusedForwardBackward.apply(plan, epilogue, len(reads), *reads, *rest)  # type: ignore[no-untyped-call]
         for value, tensor in zip(yielded, results, strict=True):
@@ -266,10 +244,13 @@ class _Evaluation:
         return True
 
 
-def _is_fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> bool:
-    """Return whether a scalar is affine in sums over chunks; a gradient is no complex multiple of that of one."""
+def _fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> set[LazyValue] | None:
+    """Return the values between sums over chunks and a scalar that is affine in them; None where it is none.
+
+    A gradient is no complex multiple of that of a sum.
+    """
     is_number = requested.meta.numel() == 1 and not requested.dtype.is_complex
-    return is_number and all(v.combine is Combine.SUM for v in sums) and is_affine(requested, sums)
+    return affine_ops(requested, sums) if is_number and all(v.combine is Combine.SUM for v in sums) else None
 
 
 def takes_one_pass(requested: LazyValue) -> bool:
@@ -277,7 +258,7 @@ def takes_one_pass(requested: LazyValue) -> bool:
     *earlier, last = _levels([requested]) or [[]]
     sums = [v for v in last if v.needs_grad]
     is_single = len(_passes(sums)) == 1 and not any(v.needs_grad for level in earlier for v in level)
-    return is_single and _is_fusable(requested, sums)
+    return is_single and _fusable(requested, sums) is not None
 
 
 def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -285,48 +266,36 @@ def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence
     return results
 
 
-def _depends(value: LazyValue, on: set[int], memo: dict[int, bool]) -> bool:
-    """Return whether a value depends on values of these ids."""
-    found = memo.get(id(value))
-    if found is None:
-        operands = [] if value.node is None or value.tensor is not None else value.node.operands()
-        found = id(value) in on or (
-            value.combine is None
-            and any(_depends(x.value if isinstance(x, RowSlice) else x, on, memo) for x in operands)
-        )
-        memo[id(value)] = found
-    return found
-
-
-def _others(requested: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue]:
+def _others(requested: LazyValue, sums: Sequence[LazyValue], chain: Collection[LazyValue]) -> list[LazyValue]:
     """Return the values other than the sums that the ops after the sums read."""
-    ids, memo = {id(v) for v in sums}, dict[int, bool]()
-    others: dict[int, LazyValue] = {}
-    stack, seen = [requested], set[int]()
+    others: dict[LazyValue, None] = {}
+    stack, seen = [requested], {*sums}
     while stack:
         value = stack.pop()
-        if id(value) in ids or id(value) in seen:
+        if value in seen:
             continue
-        seen.add(id(value))
-        if not _depends(value, ids, memo):
-            others[id(value)] = value
-            continue
-        assert value.node is not None
-        stack.extend(x.value if isinstance(x, RowSlice) else x for x in value.node.operands())
-    return list(others.values())
+        seen.add(value)
+        if value in chain:
+            assert value.node is not None
+            stack.extend(value.node.operands())
+        else:
+            others[value] = None
+    return [*others]
 
 
-def _rerun(value: LazyValue, env: dict[int, Tensor]) -> Tensor:
+def _rerun(requested: LazyValue, env: dict[LazyValue, Tensor]) -> Tensor:
     """Compute a value by running the ops between the tensors in `env` and it."""
-    if id(value) not in env:
-        node = value.node
+    stack = [] if requested in env else [requested]
+    while stack:
+        node = stack[-1].node
         assert node is not None
-
-        def at(x: PyTree) -> PyTree:
-            return _rerun(x, env) if isinstance(x, LazyValue) else x
-
-        args, kwargs = tree_map((node.args, node.kwargs), at)
+        missing = next((v for v in node.operands() if v not in env), None)
+        if missing is not None:
+            stack.append(missing)
+            continue
+        stack.pop()
+        args, kwargs = tree_map((node.args, node.kwargs), lambda x: env[x] if isinstance(x, LazyValue) else x)
         with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
             results = tree_tensors(node.op(*args, **kwargs))
-        env.update({id(v): t for v, t in zip(node.outputs, results, strict=True) if v is not None})
-    return env[id(value)]
+        env.update({v: t for v, t in zip(node.outputs, results, strict=True) if v is not None})
+    return env[requested]

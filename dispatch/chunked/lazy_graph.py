@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -246,9 +246,51 @@ class LazyNode:
         value.index = len(self._outputs)
         self._outputs.append(weakref.ref(value))
 
-    def operands(self) -> list[LazyValue | RowSlice]:
-        """Return the values, and slices of values, among its arguments."""
-        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, (LazyValue, RowSlice))]
+    def operands(self) -> list[LazyValue]:
+        """Return the values among its arguments, those that each chunk reads a slice of included."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [x.value if isinstance(x, RowSlice) else x for x in leaves if isinstance(x, (LazyValue, RowSlice))]
+
+
+def computation(
+    requested: Iterable[LazyValue], ends: Callable[[LazyValue], bool] = lambda value: False
+) -> list[LazyValue]:
+    """Return the values to compute for some others, each after those that it is computed from, as many as there are.
+
+    Args:
+        requested: the values, which come last; the last of them is computed first.
+        ends: returns whether those that a value is computed from are left out.
+    """
+    found: dict[LazyValue, None] = {}
+    opened, stack = set[LazyValue](), [*requested]
+    while stack:
+        value = stack[-1]
+        if value in found or value.tensor is not None:
+            stack.pop()
+        elif value in opened or value.node is None or ends(value):
+            found[stack.pop()] = None
+        else:
+            opened.add(value)
+            stack.extend(value.node.operands())
+    return [*found]
+
+
+def uncomputed(value: LazyValue, ends: Callable[[LazyValue], object] = lambda value: False) -> Iterator[LazyValue]:
+    """Yield a value and those that it is computed from, as far as their tensors aren't known.
+
+    Args:
+        value: the value.
+        ends: returns whether those that a value is computed from are left out.
+    """
+    seen, stack = set[LazyValue](), [value]
+    while stack:
+        value = stack.pop()
+        if value in seen or value.tensor is not None:
+            continue
+        seen.add(value)
+        yield value
+        if value.node is not None and not ends(value):
+            stack.extend(value.node.operands())
 
 
 def constant(tensor: Tensor) -> LazyValue:
@@ -337,7 +379,7 @@ def emit(
     Returns: the pytree of the results, with values in place of tensors.
     """
     node = LazyNode(op, args, kwargs, axis, grad=False)
-    operands = [x.value if isinstance(x, RowSlice) else x for x in node.operands()]
+    operands = node.operands()
     recorded = is_differentiated() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)

@@ -97,7 +97,7 @@ def _reachable(requested: Sequence[LazyValue]) -> tuple[list[LazyNode], set[Lazy
         if value in read or value.node is None or value.tensor is not None:
             continue
         read.add(value)
-        operands = [x.value if isinstance(x, RowSlice) else x for x in value.node.operands()]
+        operands = value.node.operands()
         if isinstance(value.node.op, StatisticsOp):
             nodes[id(value.node)] = value.node
             operands = operands[1:]

@@ -247,6 +247,5 @@ def master_weight(weight: LazyValue, dtype: torch.dtype) -> LazyValue:
     if node is None or weight.tensor is not None or node.op is not aten._to_copy.default:
         return weight
     (source,) = node.operands()
-    is_master = isinstance(source, LazyValue) and source.dtype is MASTER_DTYPE.get(dtype) and weight.dtype is dtype
-    needs_grad = isinstance(source, LazyValue) and node.grad == source.needs_grad
-    return source if isinstance(source, LazyValue) and is_master and needs_grad else weight
+    is_master = source.dtype is MASTER_DTYPE.get(dtype) and weight.dtype is dtype
+    return source if is_master and node.grad == source.needs_grad else weight

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
 from subtensors.dispatch.chunked.logit_maps import ClassOffset
 from subtensors.dispatch.chunked.match_logits import (
     SCALINGS,
@@ -101,7 +101,7 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
     first = args[0]
     if not isinstance(first, LazyValue) or first.shape[-1:] != value.shape[-1:]:
         return None
-    if not carries_gradient(value, (x.value if isinstance(x, RowSlice) else x for x in node.operands())):
+    if not carries_gradient(value, node.operands()):
         return None
     if op in _SOFTMAX:
         if args[1] % value.ndim != value.ndim - 1 or not has_rows(first):

@@ -18,11 +18,11 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
     NeedsMaterialize,
-    RowSlice,
     emit,
     is_differentiated,
     recording,
     replicated,
+    uncomputed,
 )
 from subtensors.dispatch.chunked.logit_maps import record_maps, scales_offsets
 from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
@@ -198,16 +198,8 @@ def has_statistics(logits: LazyValue) -> bool:
 
 
 def _reads(value: LazyValue, node: LazyNode) -> bool:
-    """Return whether a value depends on the results of an op."""
-    seen, stack = set[int](), [value.node]
-    while stack:
-        found = stack.pop()
-        if found is node:
-            return True
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            stack.extend((x.value if isinstance(x, RowSlice) else x).node for x in found.operands())
-    return False
+    """Return whether a value depends on the results of an op, which has not run."""
+    return any(found.node is node for found in uncomputed(value))
 
 
 def untransformed_rows(

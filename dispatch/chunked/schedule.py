@@ -14,15 +14,15 @@ from torch import Tensor
 from subtensors.dispatch.chunked.affine import JOINTLY_LINEAR
 from subtensors.dispatch.chunked.lazy_graph import (
     CHUNK_INDEPENDENT_VIEWS,
-    LazyNode,
     LazyValue,
     PerChunk,
     RowSlice,
     Span,
+    computation,
     identity,
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, check_limit
-from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.tree import PyTree, tree_leaves
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.logits_block import REFERENCE_SHARE, reference_bytes
 
@@ -127,10 +127,7 @@ class ChunkSchedule:
         self.steps: list[ScheduledStep] = []
         self.program: Sequence[ScheduledStep | CompiledRun] | None = None
         """The steps with runs of them compiled, once the pass has run, where the policy says so."""
-        self._done: set[int] = set()
-        for output in self.requested:
-            assert output.node is not None
-            self._schedule_ops(output.node)
+        self._schedule_ops()
         node = self.requested[0].node
         assert node is not None
         assert node.axis is not None
@@ -138,7 +135,6 @@ class ChunkSchedule:
         self._find_last_uses()
         self._find_unread()
         self._descriptions.clear()
-        self._done.clear()
         self._window = self._requested_rows()
 
     @functools.cached_property
@@ -155,25 +151,16 @@ class ChunkSchedule:
             self._descriptions[id(value)] = value.description()
         return self._descriptions[id(value)]
 
-    def _schedule_ops(self, last: LazyNode) -> None:
-        # Depth first without recursion: a region may hold thousands of ops.
-        stack: list[tuple[LazyNode, bool]] = [(last, False)]
-        while stack:
-            node, ready = stack.pop()
-            if id(node) in self._done:
-                continue
-            if ready:
-                self._done.add(id(node))
-                call: PyTree = (node.args, node.kwargs)
-                leaves, spec = optree.tree_flatten(call, none_is_leaf=True)
-                operands = [self._operand(x) for x in leaves]
-                outputs = [None if v is None else self._description(v) for v in node.outputs]
-                self.steps.append(ScheduledStep(node.op, node.name, node.grad, node.rows, operands, spec, outputs))
-                continue
-            stack.append((node, True))
-            for x in node.operands():
-                if isinstance(x, LazyValue) and x.layout is not None and x.tensor is None and x.node is not None:
-                    stack.append((x.node, False))
+    def _schedule_ops(self) -> None:
+        results = {*self.requested}
+        values = computation([*reversed(self.requested)], lambda v: v.layout is None and v not in results)
+        nodes = (v.node for v in values if v.node is not None and (v.layout is not None or v in results))
+        for node in dict.fromkeys(nodes):
+            call: PyTree = (node.args, node.kwargs)
+            leaves, spec = optree.tree_flatten(call, none_is_leaf=True)
+            operands = [self._operand(x) for x in leaves]
+            outputs = [None if v is None else self._description(v) for v in node.outputs]
+            self.steps.append(ScheduledStep(node.op, node.name, node.grad, node.rows, operands, spec, outputs))
 
     def _operand(self, x: PyTree) -> PyTree:
         if isinstance(x, RowSlice):
@@ -300,7 +287,10 @@ class ChunkSchedule:
         spans: list[Span] = []
         for value in self.requested:
             assert value.node is not None
-            layouts = [x.layout for x in value.node.operands() if x.layout is not None]
+            operands = [
+                x for x in tree_leaves((value.node.args, value.node.kwargs)) if isinstance(x, LazyValue | RowSlice)
+            ]
+            layouts = [x.layout for x in operands if x.layout is not None]
             spans += [layout.rows for layout in layouts] or [(0, self.axis.size)]
         return min(start for start, _ in spans), max(stop for _, stop in spans)
 

@@ -380,7 +380,7 @@ def _op_count(value: LazyValue) -> int:
         node = stack.pop().node
         if node is not None and id(node) not in seen:
             seen.add(id(node))
-            stack.extend(x for x in node.operands() if isinstance(x, LazyValue))
+            stack.extend(node.operands())
     return len(seen)
 
 

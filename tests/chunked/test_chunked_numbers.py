@@ -283,3 +283,19 @@ def test_a_target_that_is_written_to_before_the_loss_is_read_is_refused() -> Non
     t["target"].zero_()
     with pytest.raises(st.RuleError, match=r"modified in place.*realize\(\)"):
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_sum_of_hundreds_of_terms_takes_one_pass() -> None:
+    def total(h: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(h, w)
+        out, penalty = F.cross_entropy(logits, target), logits.logsumexp(-1).square().mean()
+        for k in range(400):
+            out = out + penalty / (400 + k)
+        return out
+
+    t, plain = tensors(), tensors()
+    with Products() as products:
+        total(st.chunk(t["h"], rows=8), t["w"], t["target"]).backward()  # type: ignore[no-untyped-call]
+    total(plain["h"], plain["w"], plain["target"]).backward()  # type: ignore[no-untyped-call]
+    assert products.count == 3
+    torch.testing.assert_close([t["h"].grad, t["w"].grad], [plain["h"].grad, plain["w"].grad])
