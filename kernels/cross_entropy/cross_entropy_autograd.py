@@ -21,7 +21,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, scale_
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, check_differentiated_once, scale_
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 
 
@@ -119,11 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _LinearLossContext, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "the gradient of a chunked linear cross entropy cannot be differentiated again (create_graph=True); "
-                "compute this loss from full logits instead"
-            )
+        check_differentiated_once()
         # Returned once: the receiver may keep a gradient, add to it, or free it.
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:

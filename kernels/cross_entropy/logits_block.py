@@ -128,6 +128,15 @@ def uses_kernels(tensor: Tensor, kernels: bool | None = None) -> bool:
     return has_kernel(tensor, _DTYPES)
 
 
+def check_differentiated_once() -> None:
+    """Raise NotImplementedError in a backward whose gradients are to be differentiated: nothing here records them."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "the gradient of chunked logits cannot be differentiated again (create_graph=True); compute from full "
+            "logits instead"
+        )
+
+
 def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
     """Multiply a gradient in place by a number on its device, in float32 or wider, without reading either on the host.
 

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss
 from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
-from subtensors.kernels.cross_entropy.logits_block import Block, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import Block, check_differentiated_once, uses_kernels
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 
@@ -39,6 +39,7 @@ class _RowCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _RowLossContext, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
+        check_differentiated_once()
         (grad_loss,) = upstream
         if grad_loss is None:
             return None, None, None

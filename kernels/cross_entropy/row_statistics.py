@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
-from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead
+from subtensors.kernels.cross_entropy.logits_block import Block, GradFlags, LinearHead, check_differentiated_once
 from subtensors.kernels.cross_entropy.row_sums import (
     ClassMap,
     LogitStatistics,
@@ -58,8 +58,8 @@ class _RowStatistics(torch.autograd.Function):
         return _result(ctx)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
         if all(x is None for x in upstream):
             return (None,) * 6
         logits, *_ = ctx.saved_tensors
@@ -97,8 +97,8 @@ class _LinearRowStatistics(torch.autograd.Function):
         return _result(ctx)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_differentiated_once()
         if all(x is None for x in upstream):
             return (None,) * 11
         hidden, weight, bias, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward

@@ -236,6 +236,16 @@ def test_a_write_to_an_operand_before_the_backward_raises(device: str) -> None:
         found.log_sum_exp.sum().backward()
 
 
+def test_a_gradient_of_statistics_that_is_to_be_differentiated_is_refused() -> None:
+    (hidden, weight, _), targets, _ = _leaves(torch.float32, "cpu")
+    for found in (
+        row_statistics(hidden @ weight.t(), targets),
+        linear_row_statistics(hidden, weight, None, targets, columns=3),
+    ):
+        with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+            torch.autograd.grad(found.log_sum_exp.sum(), hidden, create_graph=True)
+
+
 def test_a_class_that_is_none_raises_torchs_error() -> None:
     with pytest.raises(IndexError, match="index 4 is out of bounds for dimension 1 with size 4"):
         row_statistics(torch.zeros(2, 4), torch.tensor([[0, 4]]))
