@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import TypeAlias
 
+import optree
 import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk
-from subtensors.dispatch.chunked.schedule import CompiledRun, Input, ScheduledStep
+from subtensors.dispatch.chunked.schedule import Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree
 
 BACKEND = "inductor"
@@ -30,7 +31,7 @@ MIN_RUN_LENGTH = 2
 
 def compiled_program(
     steps: Sequence[ScheduledStep], outputs: Collection[int], splits: Callable[[ScheduledStep], bool]
-) -> list[ScheduledStep | CompiledRun]:
+) -> list[ScheduledStep]:
     """Return the program with its runs of ops compiled.
 
     Args:
@@ -39,9 +40,9 @@ def compiled_program(
         splits: returns whether an op is not compiled.
 
     Returns:
-        steps and compiled runs, in order.
+        the steps, in order, a compiled run as one.
     """
-    program: list[ScheduledStep | CompiledRun] = []
+    program: list[ScheduledStep] = []
     end = 0
     for (compiles, *_), group in itertools.groupby(
         steps, lambda step: (_has_source(step) and not splits(step), step.grad, step.rides)
@@ -61,7 +62,7 @@ def _has_source(step: ScheduledStep) -> bool:
     return nameable and step.rows is None and all(isinstance(x, named | constants) for x in step.leaves)
 
 
-def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> CompiledRun:
+def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> ScheduledStep:
     computed = {id(v) for step in run for v in step.outputs if v is not None}
     read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(outputs)
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
@@ -92,8 +93,10 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
     last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in computed]
-    return CompiledRun(
-        run, reads, results, _function(text, tuple(constants), BACKEND), run[0].grad, last_uses, run[0].rides
+    function, arguments = _function(text, tuple(constants), BACKEND), (tuple(reads), {})
+    leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
+    return ScheduledStep(
+        function, "compiled", run[0].grad, None, leaves, spec, [*results], last_uses, rides=run[0].rides
     )
 
 

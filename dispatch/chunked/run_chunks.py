@@ -12,7 +12,7 @@ from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.record import overwritten
 from subtensors.dispatch.chunked.row_losses import ROW_OPS
-from subtensors.dispatch.chunked.schedule import ChunkSchedule, CompiledRun, Input, ScheduledStep
+from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
 from subtensors.kernels.cross_entropy.logits_block import scale_
@@ -178,14 +178,6 @@ def run_chunk(
             for value in step.last_uses:
                 known.pop(id(value), None)
             continue
-        if isinstance(step, CompiledRun):
-            with torch.set_grad_enabled(gradients is not None and step.grad and not step.rides):
-                results = step.function(*[operand(x) for x in step.reads])
-            known.update({id(v): t for v, t in zip(step.results, results, strict=True)})
-            del results
-            for value in step.last_uses:
-                known.pop(id(value), None)
-            continue
         if step.rows is not None and step.rows.dim_size and not step.rows.size_in(span):
             known.update({id(v): None for v in step.outputs})
             continue
@@ -208,7 +200,7 @@ def run_chunk(
     return [known.get(id(v)) for v in plan.outputs]
 
 
-def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep | CompiledRun]:
+def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep]:
     """Return the ops of a pass, with runs of them compiled where the policy says so."""
     if not plan.axis.policy.compiled:
         return plan.steps

@@ -15,7 +15,6 @@ from subtensors.dispatch.chunked.affine import JOINTLY_LINEAR
 from subtensors.dispatch.chunked.lazy_graph import (
     CHUNK_INDEPENDENT_VIEWS,
     LazyValue,
-    PerChunk,
     RowSlice,
     Span,
     computation,
@@ -55,7 +54,7 @@ class Input:
 
 @dataclass
 class ScheduledStep:
-    """One op of a pass, ready to be called.
+    """One op of a pass, or several that were compiled, ready to be called.
 
     Args:
         op: the function that is called.
@@ -82,29 +81,6 @@ class ScheduledStep:
     rides: bool = True
 
 
-@dataclass
-class CompiledRun:
-    """Consecutive ops as one function.
-
-    Args:
-        steps: the ops.
-        reads: inputs, values and per-chunk numbers, in the order of the function's arguments.
-        results: values that later ops read, in the order in which the function returns them.
-        function: the compiled function.
-        grad: whether it is differentiated.
-        last_uses: values that no later op reads.
-        rides: see `ScheduledStep`.
-    """
-
-    steps: list[ScheduledStep]
-    reads: list[Input | LazyValue | PerChunk]
-    results: list[LazyValue]
-    function: Callable[..., Sequence[Tensor]]
-    grad: bool
-    last_uses: list[LazyValue]
-    rides: bool
-
-
 class ChunkSchedule:
     """One pass over the chunks of an axis, for some partial values.
 
@@ -125,7 +101,7 @@ class ChunkSchedule:
         self.outputs = [self._description(v) for v in self.requested]
         self.inputs: list[Input] = []
         self.steps: list[ScheduledStep] = []
-        self.program: Sequence[ScheduledStep | CompiledRun] | None = None
+        self.program: Sequence[ScheduledStep] | None = None
         """The steps with runs of them compiled, once the pass has run, where the policy says so."""
         self._schedule_ops()
         node = self.requested[0].node
