@@ -7,6 +7,7 @@ layer (`lower_statistics.py`) are planned here, too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,9 +20,9 @@ from subtensors.dispatch.chunked.cost_model import (
     plan_linear_cross_entropy,
     plan_row_statistics,
 )
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, known_tensor, without_ambient_modes
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, without_ambient_modes
 from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
-from subtensors.dispatch.chunked.row_layout import Policy, RowLayout, check_limit
+from subtensors.dispatch.chunked.row_layout import RowLayout, check_limit
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
@@ -63,46 +64,40 @@ def _equal(value: object, default: object) -> bool:
     return not isinstance(value, Tensor) and bool(value == default)
 
 
-def takes_linear(rows: LazyValue, weight: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype) -> bool:
-    """Return whether the kernels take the cross entropy of a linear layer that nothing else has read."""
-    layout, hidden = rows.layout, rows.tensor
-    if layout is None or layout.dim != 0 or hidden is None or options.reduction == "none":
-        return False
-    count, sizes = hidden.shape[0], target.shape
-    if target.dtype is not torch.int64 or len(sizes) != 1 or sizes[0] != count or not count or not weight.like.shape[0]:
-        return False
-    return not (dtype is torch.float64 is not hidden.dtype)  # the kernels would compute in a narrower dtype
-
-
-def cross_entropy_of_linear(
-    rows: LazyValue,
-    weight: LazyValue,
-    bias: LazyValue | None,
-    target: Tensor,
-    options: CrossEntropy,
-    dtype: torch.dtype,
-    grad: bool,
-) -> Tensor | None:
-    """Return the cross entropy of a linear layer that nothing else has read, without class weights.
+def takes_targets(logits: LazyValue, target: LazyValue, weight: LazyValue | None, options: CrossEntropy) -> bool:
+    """Return whether the kernels take the cross entropy of logits (N, V), chunked along N.
 
     Args:
-        rows: (N, H), an input of the region.
-        weight: (V, H), a constant.
-        bias: (V,), a constant, or None.
-        target: (N,) class indices, plain.
+        logits: the logits.
+        target: (N,) class indices or (N, V) distributions; anything else is left to torch.
+        weight: (V,) class weights, or None.
         options: of the cross entropy.
-        dtype: of the result.
-        grad: whether the result requires grad.
-
-    Returns:
-        a number; None where the dtypes don't fit together.
     """
-    hidden, weights = known_tensor(rows), known_tensor(weight)
-    biases = None if bias is None else known_tensor(bias)
-    assert hidden is not None
-    assert weights is not None
-    assert rows.layout is not None
-    return linear_cross_entropy_loss(hidden, weights, biases, target, options, rows.layout, grad, dtype)
+    layout = logits.layout
+    if (
+        layout is None
+        or layout.dim != 0
+        or logits.ndim != 2
+        or not logits.shape[1]
+        or not logits.dtype.is_floating_point
+    ):
+        return False
+    is_distribution = target.shape == logits.shape and target.dtype.is_floating_point and options.ignore_index < 0
+    if not is_distribution and (target.shape != logits.shape[:1] or target.dtype is not torch.int64):
+        return False
+    if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
+        return False
+    return target.device == logits.device and not target.needs_grad
+
+
+def takes_linear(rows: LazyValue, weight: LazyValue, target: Tensor, options: CrossEntropy, dtype: torch.dtype) -> bool:
+    """Return whether the kernels take the cross entropy of a linear layer of rows (N, H) that nothing else has read."""
+    hidden = rows.tensor
+    if hidden is None or options.reduction == "none" or not weight.like.shape[0] or target.device != rows.device:
+        return False
+    if target.dtype is not torch.int64 or target.shape != hidden.shape[:1] or not hidden.shape[0]:
+        return False
+    return not (dtype is torch.float64 is not hidden.dtype)  # the kernels would compute in a narrower dtype
 
 
 def linear_cross_entropy_loss(
@@ -136,18 +131,19 @@ def linear_cross_entropy_loss(
         return None
     if bias is not None and bias.dtype != hidden.dtype:
         return None
-    axis, policy = layout.axis, layout.axis.policy
     with without_ambient_modes(needs_grad):
         may_have = needs_grad and shard is None and hidden.is_cuda
         exponentials = may_have and takes_exponentials(hidden, weight, bias, target, options)
-        shape = loss_shape(hidden, weight, needs_grad, policy.exact, shard is not None, exponentials)
-        chunks = chunk_plan(shape, policy, requested_rows(layout), hidden.device)
+        needs = needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad
+        sizes = *hidden.shape, weight.shape[0]
+        shape = loss_shape(sizes, hidden.dtype, weight.dtype, needs, layout, shard is not None, exponentials)
+        chunks = chunk_plan(shape, layout, hidden.device)
         loss = differentiable_cross_entropy(
             hidden, weight, target, bias, options=options, schedule=chunks.schedule, shard=shard
         )
         if loss.grad_fn is not None:
             vars(loss.grad_fn)["plan"] = LoweredPlan(shape, chunks, options)  # for `explain`
-        return axis.with_backward_hooks(loss).to(dtype)
+        return layout.axis.with_backward_hooks(loss).to(dtype)
 
 
 def loss_dtype(logits: torch.dtype, device: str) -> torch.dtype:
@@ -171,33 +167,38 @@ def cross_entropy_options(
 _options = functools.lru_cache(maxsize=256)(CrossEntropy)
 
 
-def chunk_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan:
+def chunk_plan(shape: LossShape, layout: RowLayout, device: torch.device) -> ChunkPlan:
     """Return the schedule of a loss: that of the policy, or the choice of the cost model.
 
     Args:
         shape: of the loss.
-        policy: the limits that the user set.
-        rows: rows of a chunk, where the policy sets rows or chunks.
-        device: its free memory is the limit where the policy sets none.
+        layout: of the logits, with the limits that the user set.
+        device: its free memory is the limit where the user set none.
 
     Raises:
         ValueError: the limit that the user set can't be met.
     """
+    policy = layout.axis.policy
     accumulate: Accumulate = "exact" if policy.exact else "fast"
-    limits, rates = _limits(policy, rows, device), device_rates(device)
-    plan = plan_linear_cross_entropy(shape, accumulate=accumulate, rows=rows, rates=rates, **limits)
+    plan = plan_linear_cross_entropy(
+        shape, accumulate=accumulate, rates=device_rates(device), **_limits(layout, device)
+    )
     check_limit(policy.memory_limit, plan.bytes)
     return plan
 
 
-def statistics_plan(shape: LossShape, policy: Policy, rows: int | None, device: torch.device) -> ChunkPlan | None:
+def statistics_plan(shape: LossShape, layout: RowLayout, device: torch.device) -> ChunkPlan | None:
     """Return the schedule of row statistics, by columns; None where none fits the limits. Arguments as `chunk_plan`."""
-    return plan_row_statistics(shape, rows=rows, rates=device_rates(device), **_limits(policy, rows, device))
+    return plan_row_statistics(shape, rates=device_rates(device), **_limits(layout, device))
 
 
-def _limits(policy: Policy, rows: int | None, device: torch.device) -> dict[str, int | None]:
-    """Return the user's limit of memory, and where there is none, nor rows, the free memory."""
-    if rows is not None or policy.memory_limit is not None or device.type != "cuda":
+def _limits(layout: RowLayout, device: torch.device) -> dict[str, int | None]:
+    """Return the user's limits: rows of the logits in a chunk, bytes, or the free memory where none is set."""
+    policy, size = layout.axis.policy, layout.axis.size
+    if policy.rows is not None or policy.chunks is not None:
+        rows = layout.size_in((0, min(size, layout.axis.rows(lambda limit: size))))
+        return {"rows": max(1, rows), "memory_limit": policy.memory_limit}
+    if policy.memory_limit is not None or device.type != "cuda":
         return {"memory_limit": policy.memory_limit}
     return {"free_bytes": _rounded_down(torch.cuda.mem_get_info(device)[0])}
 
@@ -209,37 +210,26 @@ def _rounded_down(free: int) -> int:
 
 
 def loss_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    grad: bool,
-    exact: bool = True,
-    is_shard: bool = False,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    needs: tuple[bool, bool],
+    layout: RowLayout,
+    is_shard: bool,
     exponentials: bool = False,
 ) -> LossShape:
     """Return the sizes that the cost of a loss depends on.
 
     Args:
-        hidden: (N, H).
-        weight: (V, H).
-        grad: whether gradients are recorded.
-        exact: whether the weight's gradient has the weight's dtype, or that of the hidden states.
+        sizes: N, H, V.
+        dtype, weight_dtype: of the hidden states, and of the weight whose gradient is computed.
+        needs: whether the gradients of both are needed.
+        layout: of the logits, whose policy says in which of these dtypes the weight's gradient is.
         is_shard: whether other processes have more classes.
         exponentials: see `takes_exponentials`.
     """
-    size = hidden.itemsize
-    needs = (grad and hidden.requires_grad, grad and weight.requires_grad)
-    return _shape(
-        *hidden.shape, weight.shape[0], size, weight.itemsize if exact else size, *needs, is_shard, exponentials
-    )
+    summed = weight_dtype if layout.axis.policy.exact else dtype
+    return _shape(*sizes, dtype.itemsize, summed.itemsize, *needs, is_shard, exponentials)
 
 
 _shape = functools.lru_cache(maxsize=256)(LossShape)
-
-
-def requested_rows(layout: RowLayout) -> int | None:
-    """Return the rows of the logits in a chunk where the policy sets them; else None."""
-    policy = layout.axis.policy
-    if policy.rows is None and policy.chunks is None:
-        return None
-    size = layout.axis.size
-    return max(1, layout.size_in((0, min(size, layout.axis.rows(lambda limit: size)))))

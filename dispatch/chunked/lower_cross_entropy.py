@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.cost_model import LossShape
 from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
-from subtensors.dispatch.chunked.linear_loss import (
-    chunk_plan,
-    linear_cross_entropy_loss,
-    requested_rows,
-)
+from subtensors.dispatch.chunked.linear_loss import chunk_plan, linear_cross_entropy_loss, loss_shape
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.sharded_head import own_head
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
@@ -30,7 +25,7 @@ def lowered_cross_entropy(
     """Compute the cross entropy of chunked logits by the kernels.
 
     Args:
-        logits: (N, V), chunked along N.
+        logits: (N, V), chunked along N, which `takes_targets` accepts with the target.
         target: (N,) class indices, or (N, V) distributions, plain.
         options: of the cross entropy.
         dtype: of the result.
@@ -39,17 +34,8 @@ def lowered_cross_entropy(
     Returns:
         a number; None where the logits are no linear layer of an input, or the kernels don't take the options.
     """
-    layout = logits.layout
-    if layout is None or logits.ndim != 2 or layout.dim != 0 or options.reduction == "none":
-        return None
-    has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    has_soft_targets = target.shape == logits.shape and target.is_floating_point() and options.ignore_index < 0
-    if not (has_class_targets or has_soft_targets) or not logits.shape[0] or not logits.shape[1]:
-        return None
-    if any(x is not None and x.requires_grad for x in (options.class_weight, target)):
-        return None
-    found = match_linear_logits(logits, through_padding=True)
-    if found is None:
+    layout, found = logits.layout, match_linear_logits(logits, through_padding=True)
+    if layout is None or found is None or not logits.shape[0]:
         return None
     needs_grad = grad and logits.needs_grad
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
@@ -73,10 +59,9 @@ def describe_expected_loss(logits: LazyValue) -> str | None:
         return None
     hidden, (weight, _, shard) = found.hidden, own_head(found.head_weight, found.bias)
     needs = (logits.needs_grad and hidden.needs_grad, logits.needs_grad and weight.needs_grad)
-    summed = weight.dtype if logits.layout.axis.policy.exact else hidden.dtype
     sizes = logits.shape[0], hidden.shape[1], weight.shape[0]
     plain = found.bias is None and found.transforms.softcap is None and shard is None
     exponentials = plain and any(needs) and head_has_exponentials(hidden.dtype, *sizes[1:], logits.device, False)
-    shape = LossShape(*sizes, hidden.dtype.itemsize, summed.itemsize, *needs, shard is not None, exponentials)
-    chunks = chunk_plan(shape, logits.layout.axis.policy, requested_rows(logits.layout), logits.device)
+    shape = loss_shape(sizes, hidden.dtype, weight.dtype, needs, logits.layout, shard is not None, exponentials)
+    chunks = chunk_plan(shape, logits.layout, logits.device)
     return f"their cross entropy would take {chunks}"

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.cost_model import ChunkPlan, LossShape
+from subtensors.dispatch.chunked.cost_model import ChunkPlan
 from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
@@ -27,7 +27,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
     replicated,
 )
-from subtensors.dispatch.chunked.linear_loss import chunk_plan, requested_rows, statistics_plan
+from subtensors.dispatch.chunked.linear_loss import chunk_plan, loss_shape, statistics_plan
 from subtensors.dispatch.chunked.logit_maps import View, viewed
 from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
@@ -115,11 +115,10 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
         weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested
-    rows, width = hidden.shape
-    sizes = hidden.dtype.itemsize, weight.dtype.itemsize
-    shape = LossShape(rows, width, weight.shape[0], *sizes, hidden.needs_grad, weight.needs_grad, shard is not None)
-    given = shape, layout.axis.policy, requested_rows(layout), logits.device
-    plan = statistics_plan(*given) if shard is None else chunk_plan(*given) if rows else None
+    sizes, needs = (*hidden.shape, weight.shape[0]), (hidden.needs_grad, weight.needs_grad)
+    shape = loss_shape(sizes, hidden.dtype, weight.dtype, needs, layout, shard is not None)
+    given = shape, layout, logits.device
+    plan = statistics_plan(*given) if shard is None else chunk_plan(*given) if shape.rows else None
     if plan is None:
         return
     operands = [x and replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]

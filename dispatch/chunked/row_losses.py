@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, emit, recording
 from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits, match_transforms
 from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.row_statistics import (
@@ -53,36 +53,29 @@ def log_softmax_input(scores: LazyValue) -> LazyValue:
 
 def record_cross_entropy(
     logits: LazyValue,
-    target: Tensor | LazyValue,
+    target: LazyValue,
+    weight: LazyValue | None,
     options: CrossEntropy,
     dtype: torch.dtype,
     grad: bool,
-) -> LazyValue | None:
+) -> LazyValue:
     """Record a cross entropy.
 
     Args:
-        logits: (N, V), chunked along N.
+        logits: (N, V), chunked along N, which `takes_targets` accepts with the target.
         target: (N,) class indices, or (N, V) distributions.
+        weight: (V,) class weights, or None.
         options: of the cross entropy.
         dtype: of the result.
         grad: whether it is differentiable.
 
     Returns:
-        a value: (N,), chunked, or a number; None where the kernels don't take these arguments, or torch refuses them.
+        a value: (N,), chunked, or a number.
     """
     layout = logits.layout
-    target = constant(target) if isinstance(target, Tensor) else target
-    if layout is None or logits.ndim != 2 or layout.dim != 0 or not logits.shape[1] or target.needs_grad:
-        return None
-    has_class_targets = target.shape == logits.shape[:1] and target.dtype == torch.int64
-    has_soft_targets = target.shape == logits.shape and target.dtype.is_floating_point and options.ignore_index < 0
-    if not (has_class_targets or has_soft_targets) or target.device != logits.device:
-        return None
-    weight = None if options.class_weight is None else constant(options.class_weight)
-    if weight is not None and (weight.needs_grad or weight.shape != logits.shape[1:]):
-        return None
+    assert layout is not None
     wide = arithmetic_dtype(logits.dtype)
-    is_statistic = has_class_targets and weight is None and not options.label_smoothing
+    is_statistic = target.ndim == 1 and weight is None and not options.label_smoothing
     # Where statistics of the same logits are recorded, the losses are one more: there is one gradient of the logits.
     # Those of logits with temperatures or masks of their own are statistics, too.
     is_mapped = is_statistic and match_transforms(logits, maps=True).maps

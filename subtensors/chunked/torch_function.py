@@ -37,10 +37,11 @@ from subtensors.dispatch.chunked.lazy_graph import (
     recording,
 )
 from subtensors.dispatch.chunked.linear_loss import (
-    cross_entropy_of_linear,
     cross_entropy_options,
+    linear_cross_entropy_loss,
     loss_dtype,
     takes_linear,
+    takes_targets,
 )
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
@@ -177,28 +178,37 @@ def _cross_entropy(
         return None
     if size_average is not None or reduce is not None:  # torch's deprecated arguments
         return None
-    ref, grad = alias_ref(input), torch.is_grad_enabled()
+    ref = alias_ref(input)
     if type(ref) is LazyLinear and weight is None and type(target) is Tensor and not ref.is_recorded:
-        layer, rows, needs_grad = ref, ref.rows, grad and ref.needs_grad
-        dtype, classes = loss_dtype(ref.dtype, rows.device.type), constant(target)
-
-        def alone() -> Tensor | None:
-            known = known_tensor(classes)
-            assert known is not None
-            return cross_entropy_of_linear(rows, layer.weight, layer.bias, known, options, dtype, needs_grad)
-
-        def shared() -> LazyValue | None:
-            return record_cross_entropy(layer.recorded(), classes, options, dtype, grad)
-
-        if not takes_linear(rows, layer.weight, target, options, layer.dtype):
-            return _class_loss(kind, layer.value, target, options)
-        if ref.needs_grad and may_wait(rows.like, rows.device):
-            axis = None if rows.layout is None else rows.layout.axis
-            return waiting_number(dtype, rows.device, needs_grad, Waiting(alone, shared, axis))
-        loss = alone()
+        loss = _layer_loss(ref, target, options)
         if loss is not None:
             return loss
     return _class_loss(kind, ref.value, target, options)
+
+
+def _layer_loss(layer: LazyLinear, target: Tensor, options: CrossEntropy) -> Tensor | None:
+    """The cross entropy of a linear layer that nothing else has read; None where its kernels don't take it."""
+    rows, grad = layer.rows, torch.is_grad_enabled()
+    if not takes_linear(rows, layer.weight, target, options, layer.dtype):
+        return None
+    needs_grad, layout = grad and layer.needs_grad, rows.layout
+    dtype, classes = loss_dtype(layer.dtype, rows.device.type), constant(target)
+    assert layout is not None
+
+    def alone() -> Tensor | None:
+        hidden, weight, known = (known_tensor(x) for x in (rows, layer.weight, classes))
+        bias = None if layer.bias is None else known_tensor(layer.bias)
+        assert hidden is not None
+        assert weight is not None
+        assert known is not None
+        return linear_cross_entropy_loss(hidden, weight, bias, known, options, layout, needs_grad, dtype)
+
+    def shared() -> LazyValue:
+        return record_cross_entropy(layer.recorded(), classes, None, options, dtype, grad)
+
+    if layer.needs_grad and may_wait(rows.like, rows.device):
+        return waiting_number(dtype, rows.device, needs_grad, Waiting(alone, shared, layout.axis))
+    return alone()
 
 
 def _linear_cross_entropy(
@@ -253,13 +263,12 @@ def _with_aten_arguments(loss: Callable[..., Tensor | None]) -> Callable[..., Te
 
 def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEntropy) -> Tensor | None:
     """The cross entropy of logits: by the kernels of a linear layer, or as an op on rows."""
-    if not logits.dtype.is_floating_point:
-        return None
     lazy_target = alias_ref(target).value if isinstance(target, LazyTensor) else constant(full_tensor(target))
     grad = torch.is_grad_enabled()
-    dtype = loss_dtype(logits.dtype, logits.device.type)
-
     weight = None if options.class_weight is None else constant(options.class_weight)
+    if not takes_targets(logits, lazy_target, weight, options):
+        return None
+    dtype = loss_dtype(logits.dtype, logits.device.type)
 
     def alone() -> Tensor | None:
         known = known_tensor(lazy_target)
@@ -269,7 +278,7 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
 
     def shared() -> LazyValue | None:
         try:
-            return record_cross_entropy(logits, lazy_target, options, dtype, grad)
+            return record_cross_entropy(logits, lazy_target, weight, options, dtype, grad)
         except NeedsMaterialize:
             return None
 

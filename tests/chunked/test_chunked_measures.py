@@ -14,7 +14,7 @@ from chunked_programs import linear_tensors as tensors
 from torch import Tensor
 
 import subtensors as st
-from subtensors.dispatch.chunked import linear_loss
+from subtensors.chunked import torch_function
 
 
 def accuracy(logits: Tensor, target: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def test_a_loss_without_gradients_and_without_measures_is_computed_by_its_kernel
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     t, calls = tensors(), list[object]()
-    loss_of = linear_loss.linear_cross_entropy_loss
-    monkeypatch.setattr(linear_loss, "linear_cross_entropy_loss", lambda *args: calls.append(0) or loss_of(*args))
+    loss_of = torch_function.linear_cross_entropy_loss
+    monkeypatch.setattr(torch_function, "linear_cross_entropy_loss", lambda *args: calls.append(0) or loss_of(*args))
     with torch.no_grad():
         loss = F.cross_entropy(F.linear(st.chunk(t["h"], rows=8), t["w"]), t["target"]) / 2
         assert loss.item() == pytest.approx(F.cross_entropy(t["h"] @ t["w"].t(), t["target"]).item() / 2, rel=1e-5)
