@@ -10,9 +10,9 @@ read the logits, in the order of the program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +25,22 @@ aten = torch.ops.aten
 View: TypeAlias = list[int] | tuple[int, int | None, int | None, int]
 """A view of rows: the sizes of a reshape without the classes, or the arguments of a slice."""
 
+RowsT = TypeVar("RowsT", bound=LazyValue | Tensor)
 
-def viewed(value: LazyValue, views: tuple[View, ...]) -> LazyValue:
-    """Record views of the rows of a value, of logits or of the hidden states that they are computed from."""
+
+def viewed(value: RowsT, views: tuple[View, ...], call: Callable[..., RowsT]) -> RowsT:
+    """Return views of the rows of logits, or of the hidden states that they are computed from.
+
+    Args:
+        value: a value or a tensor.
+        views: the views.
+        call: calls an op, or records it.
+    """
     for view in views:
         if isinstance(view, tuple):
-            value = record(aten.slice.Tensor, value, *view)
+            value = call(aten.slice.Tensor, value, *view)
         else:
-            value = record(aten.reshape.default, value, [*view, value.shape[-1]])
+            value = call(aten.reshape.default, value, [*view, value.shape[-1]])
     return value
 
 
@@ -57,7 +65,8 @@ class RowScale:
         factor: LazyValue = record(aten._to_copy.default, self.factor, dtype=dtype)
         if factor.layout is None and factor.shape.numel() == 1:
             return factor
-        return viewed(record(aten.expand.default, factor, [*self.sizes, 1]), self.views)
+        rows: LazyValue = record(aten.expand.default, factor, [*self.sizes, 1])
+        return viewed(rows, self.views, record)
 
 
 @dataclass(frozen=True)

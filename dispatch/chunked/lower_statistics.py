@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.cost_model import ChunkPlan
 from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
@@ -28,7 +27,6 @@ from subtensors.dispatch.chunked.lazy_graph import (
     replicated,
 )
 from subtensors.dispatch.chunked.linear_loss import chunk_plan, loss_shape, statistics_plan
-from subtensors.dispatch.chunked.logit_maps import View, viewed
 from subtensors.dispatch.chunked.match_logits import (
     LinearLogits,
     match_linear_logits,
@@ -38,35 +36,6 @@ from subtensors.dispatch.chunked.row_statistics import StatisticsOp
 from subtensors.dispatch.chunked.sharded_head import is_sharded, own_head
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics
-from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
-
-aten = torch.ops.aten
-
-
-class LinearStatisticsOp:
-    """The op on a whole linear layer: hidden states, weight, bias and operands to a list of results.
-
-    Args:
-        op: the op on chunks of its logits.
-        plan: the blocks of columns.
-        sizes: of the logits without the classes.
-        shard: the classes of weight and bias, where other processes have more; None: all.
-    """
-
-    def __init__(self, op: StatisticsOp, plan: ChunkPlan, sizes: torch.Size, shard: VocabularyShard | None) -> None:
-        self.op, self.plan, self.sizes, self.shard = op, plan, sizes, shard
-        self.__name__ = "linear_row_statistics"
-
-    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: PyTree) -> list[Tensor]:
-        """Compute the results."""
-        self.op.is_final = True
-        schedule, (scale, class_map) = self.plan.schedule, self.op.maps_of(operands, hidden)
-        assert schedule.columns is not None
-        classes, vector = self.op.rows_of(operands, hidden)
-        columns, kept, options, shard = schedule.columns, schedule.kept, self.op.options, self.shard
-        call = partial(linear_row_statistics, hidden, weight, bias, classes, vector, scale=scale, class_map=class_map)
-        found = call(options=options, columns=columns, kept=kept, shard=shard)
-        return self.op.results(found, self.sizes)
 
 
 def lower_statistics(requested: Sequence[LazyValue], grad: bool) -> None:
@@ -111,7 +80,7 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     assert isinstance(op, StatisticsOp)
     assert layout is not None
     with recording(True):
-        hidden = _rows_of(_full(found.hidden), found.transforms.views)
+        hidden = found.rows_of(_full(found.hidden), record)
         weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested
@@ -122,7 +91,14 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     if plan is None:
         return
     operands = [x and replicated(x.value if isinstance(x, RowSlice) else x) for x in node.args[1:]]
-    whole = LinearStatisticsOp(op, plan, logits.shape[:-1], shard)
+    columns, kept, lead = plan.schedule.columns, plan.schedule.kept, logits.shape[:-1]
+    assert columns is not None
+
+    def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, *operands: PyTree) -> list[Tensor]:
+        call = partial(linear_row_statistics, hidden, weight, bias, columns=columns, kept=kept, shard=shard)
+        return op.results_of(call, hidden, operands, lead)
+
+    whole.__name__ = "linear_row_statistics"
     # A result that was freed is computed, too: the op on chunks does so.
     metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]
     values = emit(whole, (hidden, weight, bias, *operands), {}, metas, [None] * len(metas), None, grad=node.grad)
@@ -140,12 +116,4 @@ def _full(value: LazyValue) -> LazyValue:
     rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
     operands = _full(node.args[0]), *rest
     out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
-    return out
-
-
-def _rows_of(hidden: LazyValue, views: tuple[View, ...]) -> LazyValue:
-    """Return the rows of hidden states that logits with these views are computed from: (N, H)."""
-    if not any(isinstance(view, tuple) for view in views):
-        return hidden
-    out: LazyValue = record(aten.reshape.default, viewed(hidden, views), [-1, hidden.shape[-1]])
     return out

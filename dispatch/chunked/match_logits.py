@@ -9,14 +9,13 @@ reshapes and slices of rows), then a product of hidden states with a replicated 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, recording
-from subtensors.dispatch.chunked.logit_maps import LogitMap, View, can_follow, match_map, viewed
+from subtensors.dispatch.chunked.logit_maps import LogitMap, RowsT, View, can_follow, match_map, viewed
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 
@@ -46,7 +45,7 @@ class TransformedLogits:
         Raises:
             NeedsMaterialize: the base can't be viewed so.
         """
-        return viewed(self.base, self.views)
+        return viewed(self.base, self.views, record)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -183,17 +182,12 @@ class LinearLogits:
         with recording(True):
             return master_weight(transposed_weight(self.weight), self.hidden.dtype)
 
-    def rows_of(self, hidden: Tensor) -> Tensor:
-        """Return the rows of hidden states that the logits are computed from: (N, H)."""
+    def rows_of(self, hidden: RowsT, call: Callable[..., RowsT]) -> RowsT:
+        """Return the rows of hidden states that the logits are computed from, (N, H); `call` as in `viewed`."""
         views = self.transforms.views
         if not any(isinstance(view, tuple) for view in views):
             return hidden
-        for view in views:
-            if isinstance(view, tuple):
-                hidden = aten.slice.Tensor(hidden, *view)
-            else:
-                hidden = hidden.reshape(*view, hidden.shape[-1])
-        return hidden
+        return call(aten.reshape.default, viewed(hidden, views, call), [-1, hidden.shape[-1]])
 
 
 def match_linear_logits(logits: LazyValue, through_padding: bool = False, maps: bool = False) -> LinearLogits | None:

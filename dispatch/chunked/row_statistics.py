@@ -8,7 +8,9 @@ that nothing else reads, `lower_statistics.py` runs it as a whole instead of chu
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -69,33 +71,33 @@ class StatisticsOp:
 
     def __call__(self, logits: Tensor, *operands: PyTree) -> list[Tensor]:
         """Compute the results of a chunk."""
-        self.is_final = True
         rows = logits.flatten(0, -2)
-        found = row_statistics(rows, *self.rows_of(operands, rows), self.options, *self.maps_of(operands, rows))
-        return self.results(found, logits.shape[:-1])
+        return self.results_of(partial(row_statistics, rows), rows, operands, logits.shape[:-1])
 
-    @property
-    def options(self) -> StatisticsOptions:
-        """The options of the kernels."""
+    def results_of(
+        self, statistics: Callable[..., LogitStatistics], rows: Tensor, operands: Sequence[PyTree], sizes: torch.Size
+    ) -> list[Tensor]:
+        """Compute the results.
+
+        Args:
+            statistics: takes what `row_statistics` takes after the logits.
+            rows: (N, ...), the logits or the hidden states.
+            operands: of the op.
+            sizes: of the logits without the classes.
+        """
+        self.is_final = True
         kinds = {statistic.kind for statistic in self.statistics}
         flags = bool(_ENTROPIES & kinds), "argmax" in kinds, False, "negative_entropy" in kinds
-        return StatisticsOptions(self.softcap, self.temperature, *flags)
-
-    def maps_of(self, operands: tuple[PyTree, ...], rows: Tensor) -> tuple[Tensor | None, ClassMap | None]:
-        """Return the scale, (N,), and the map by class, or None, for N rows."""
-        scale, offsets, masked = operands[:3]
-        scale = None if scale is None else scale.flatten().to(rows.device).expand(rows.shape[0])
-        return scale, None if offsets is None else ClassMap(offsets, masked, self.scales_offsets)
-
-    def rows_of(self, operands: tuple[PyTree, ...], rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the given classes, (T, N), and the vector or None, for N rows."""
-        classes = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.count]
-        vectors = [operands[s.operand] for s in self.statistics if s.kind == "expectation"]
+        given = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.count]
         nothing = torch.empty(0, rows.shape[0], dtype=torch.int64, device=rows.device)
-        return torch.cat(classes) if classes else nothing, vectors[0] if vectors else None
-
-    def results(self, found: LogitStatistics, sizes: torch.Size) -> list[Tensor]:
-        """Return the results, in their order."""
+        scale, offsets, masked = operands[:3]
+        found = statistics(
+            torch.cat(given) if given else nothing,
+            next((operands[s.operand] for s in self.statistics if s.kind == "expectation"), None),
+            options=StatisticsOptions(self.softcap, self.temperature, *flags),
+            scale=None if scale is None else scale.flatten().to(rows.device).expand(rows.shape[0]),
+            class_map=None if offsets is None else ClassMap(offsets, masked, self.scales_offsets),
+        )
         out: list[Tensor] = []
         begin = 0
         for statistic in self.statistics:

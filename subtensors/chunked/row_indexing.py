@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, user_tensor
 from subtensors.dispatch.chunked.evaluation import input_tensor
@@ -48,7 +49,7 @@ def indexed_rows(kind: type[LazyTensor], x: object, key: object) -> Tensor | Non
             layer = match_linear_logits(value) if dims < value.ndim else None
             if layer is None:
                 return None
-            hidden = layer.rows_of(input_tensor(layer.hidden))
+            hidden = layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
             hidden = hidden.view(*value.shape[:-1], hidden.shape[-1])[first]
             selected = _logits(layer, _rechunk_rows(hidden, layout, dims, value), value.dtype)
     return user_tensor(kind, AliasRef(selected))
@@ -104,7 +105,9 @@ def _sequences(
         layer = None if is_input(value) else match_linear_logits(value)
         if layer is None and not is_input(value):
             return None
-        hidden = input_tensor(value) if layer is None else layer.rows_of(input_tensor(layer.hidden))
+        hidden = (
+            input_tensor(value) if layer is None else layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
+        )
         refs = []
         for index, sequence in select(hidden.view(*value.shape[:-1], hidden.shape[-1])).items():
             axis = layout.axis.selection(sequence.shape[0], sequence.numel(), policy)
