@@ -168,6 +168,12 @@ class LazyValue:
         return self._meta
 
     @property
+    def row_layout(self) -> RowLayout:
+        """The position of its rows, of a chunked value."""
+        assert self.layout is not None
+        return self.layout
+
+    @property
     def shape(self) -> torch.Size:
         """The sizes of the full value."""
         return self.like.shape

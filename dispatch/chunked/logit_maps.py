@@ -171,8 +171,7 @@ def record_maps(maps: Sequence[LogitMap], logits: LazyValue, dtype: torch.dtype)
         rows = record(aten.reciprocal.default, rows) if scale.divides else rows
         total = rows if total is None else record(aten.mul.Tensor, total, rows)
     is_one = total is None or (total.layout is None and total.shape.numel() == 1)
-    assert logits.layout is not None
-    factor = total if total is None or is_one else sliced(total, logits.layout)
+    factor = total if total is None or is_one else sliced(total, logits.row_layout)
     offsets = [m for m in maps if isinstance(m, ClassOffset)]
     if not offsets:
         return [factor, None, None]

@@ -35,8 +35,8 @@ def lowered_cross_entropy(
     Returns:
         a number; None where the logits are no linear layer of an input, or the kernels don't take the options.
     """
-    layout, found = logits.layout, match_linear_logits(logits, through_padding=True)
-    if layout is None or found is None or not logits.shape[0]:
+    layout, found = logits.row_layout, match_linear_logits(logits, through_padding=True)
+    if found is None or not logits.shape[0]:
         return None
     needs_grad = grad and logits.needs_grad
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):

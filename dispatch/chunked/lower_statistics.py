@@ -76,9 +76,8 @@ def _reachable(requested: Sequence[LazyValue]) -> tuple[list[LazyNode], set[Lazy
 
 def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     """Make the results of an op on chunks those of an op on the whole linear layer."""
-    op, layout = node.op, logits.layout
+    op, layout = node.op, logits.row_layout
     assert isinstance(op, StatisticsOp)
-    assert layout is not None
     with recording(True):
         hidden = found.rows_of(_full(found.hidden), record)
         weight, bias, shard = own_head(found.head_weight, found.bias)

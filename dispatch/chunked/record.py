@@ -124,6 +124,11 @@ class ChunkedCall(BoundCall[LazyValue]):
         """The chunked values among the arguments."""
         return [v for v in self.values if v.layout is not None]
 
+    def rows(self) -> tuple[LazyValue, RowLayout]:
+        """Return the only chunked value among the arguments, and its layout."""
+        (value,) = self.chunked
+        return value, value.row_layout
+
     def unchunkable(self, reason: str) -> NeedsMaterialize:
         """Return the error that makes the caller materialize the operands."""
         return NeedsMaterialize(self.op, reason)

@@ -72,8 +72,7 @@ def record_cross_entropy(
     Returns:
         a value: (N,), chunked, or a number.
     """
-    layout = logits.layout
-    assert layout is not None
+    layout = logits.row_layout
     wide = arithmetic_dtype(logits.dtype)
     is_statistic = target.ndim == 1 and weight is None and not options.label_smoothing
     # Where statistics of the same logits are recorded, the losses are one more: there is one gradient of the logits.

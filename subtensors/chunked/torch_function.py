@@ -191,9 +191,8 @@ def _layer_loss(layer: LazyLinear, target: Tensor, options: CrossEntropy) -> Ten
     rows, grad = layer.rows, torch.is_grad_enabled()
     if not takes_linear(rows, layer.weight, target, options, layer.dtype):
         return None
-    needs_grad, layout = grad and layer.needs_grad, rows.layout
+    needs_grad, layout = grad and layer.needs_grad, rows.row_layout
     dtype, classes = loss_dtype(layer.dtype, rows.device.type), constant(target)
-    assert layout is not None
 
     def alone() -> Tensor | None:
         hidden, weight, known = (known_tensor(x) for x in (rows, layer.weight, classes))

@@ -58,8 +58,7 @@ def rows_of(call: ChunkedCall, found: DimMap) -> Rows:
         return all(pair[1] in own for own in found.operands), pair[0].meta.numel()
 
     leader, label = max(parallel or chunked, key=extent)
-    assert leader.layout is not None
-    return Rows(leader.layout, label, labels)
+    return Rows(leader.row_layout, label, labels)
 
 
 def _reads_rows(call: ChunkedCall, found: DimMap) -> bool:

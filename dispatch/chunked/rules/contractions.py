@@ -73,8 +73,7 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
     Returns:
         (N, V), chunked along N.
     """
-    layout = rows.layout
-    assert layout is not None
+    layout = rows.row_layout
     transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, transposed) if bias is None else (bias, rows, transposed)

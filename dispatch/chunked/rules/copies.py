@@ -19,9 +19,7 @@ aten = torch.ops.aten
 @RULES.register(view_dims.triangle, across=True)
 def triangle(call: ChunkedCall) -> PyTree:
     """Take a triangle of the last two dims: the diagonal of a chunk is shifted by the chunk's first row or column."""
-    (value,) = call.chunked
-    layout = value.layout
-    assert layout is not None
+    value, layout = call.rows()
     if layout.runs != 1 and layout.dim >= value.ndim - 2:
         raise call.unchunkable("its rows lie in several runs")
     sign = {value.ndim - 2: 1, value.ndim - 1: -1}.get(layout.dim, 0)
@@ -35,9 +33,7 @@ def triangle(call: ChunkedCall) -> PyTree:
 @RULES.register(view_dims.diagonal, across=True)
 def diagonal(call: ChunkedCall, offset: int, dim1: int) -> PyTree:
     """Take a diagonal of the rows and a dim: each chunk has its part of it."""
-    (value,) = call.chunked
-    layout = value.layout
-    assert layout is not None
+    value, layout = call.rows()
     meta = call.infer()
     if layout.runs != 1 or offset != 0 or meta.shape[-1] != layout.size:
         raise call.unchunkable("its diagonal does not have all the rows")

@@ -36,8 +36,7 @@ def reduction(call: ChunkedCall) -> PyTree:
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
     """Record the sum over dims that hold the rows, accumulated in float32 or wider."""
-    layout = value.layout
-    assert layout is not None
+    layout = value.row_layout
     call = ChunkedCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
     summed = call.emit([Combine.SUM], layout.axis, lambda v: v)
     return cast(summed, dtype)
@@ -62,16 +61,14 @@ def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
 
 def _summed(call: ChunkedCall, value: LazyValue) -> LazyValue:
     """Record the sum of each chunk's result."""
-    assert value.layout is not None
-    part: LazyValue = call.emit([Combine.SUM], value.layout.axis, lambda v: v)
+    part: LazyValue = call.emit([Combine.SUM], value.row_layout.axis, lambda v: v)
     return part
 
 
 def _stacked(call: ChunkedCall, value: LazyValue, merge: Callable[..., Tensor], *options: int) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
-    assert value.layout is not None
     meta = call.infer()
-    parts = call.emit([Combine.STACK], value.layout.axis, lambda v: v, metas=meta)
+    parts = call.emit([Combine.STACK], value.row_layout.axis, lambda v: v, metas=meta)
     merged: LazyValue = emit(merge, (parts, *options), {}, meta, [None], None)
     return merged
 
@@ -122,7 +119,6 @@ class _Extreme(torch.autograd.Function):
 
 
 def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
-    assert value.layout is not None
     keepdim = _keepdim(call)
     meta = call.infer()
 
@@ -132,7 +128,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
         return (best if keepdim else best.squeeze(dims)), ties
 
     metas = (meta, torch.empty(meta.shape, dtype=torch.int64, device="meta"))
-    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK], value.layout.axis)
+    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK], value.row_layout.axis)
 
     def merge(stack: Tensor, ties: Tensor) -> Tensor:
         if not stack.dtype.is_floating_point:
@@ -146,8 +142,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
 
 def _extreme_and_position(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
     """Record the extreme of the rows and its position, those of the first chunk that has it."""
-    layout = value.layout
-    assert layout is not None
+    layout = value.row_layout
     only_positions = call.op.overloadpacket in (aten.argmax, aten.argmin)
     if call["dim"] is None:
         raise call.unchunkable("it counts positions over all dims")

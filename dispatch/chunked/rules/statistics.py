@@ -18,7 +18,11 @@ aten = torch.ops.aten
 
 
 def _unless_carried(
-    call: ChunkedCall, x: LazyValue, dim: int | Sequence[int] | None, statistic: Callable[[], LazyValue | None]
+    call: ChunkedCall,
+    x: LazyValue,
+    dim: int | Sequence[int] | None,
+    statistic: Callable[[], LazyValue | None],
+    keepdim: bool = False,
 ) -> PyTree:
     """Record a statistic of the last dim of rows, or the op by its dimension map where it is none."""
     if dim is not None and listed(dim, x.ndim) == [x.ndim - 1] and has_rows(x):
@@ -27,7 +31,7 @@ def _unless_carried(
         except NeedsMaterialize:
             found = None  # op by op it may be recorded
         if found is not None:
-            return found
+            return record(aten.unsqueeze.default, found, -1) if keepdim else found
     return carry(call)
 
 
@@ -40,23 +44,13 @@ def record_log_sum_exp(call: ChunkedCall, x: LazyValue, dim: Sequence[int], keep
 @RULES.register(aten.sum.dim_IntList)
 def record_class_sum(call: ChunkedCall, x: LazyValue, dim: Sequence[int] | None, keepdim: bool) -> PyTree:
     """Record a sum over the classes with a softmax as its factor as a statistic."""
-
-    def statistic() -> LazyValue | None:
-        found = class_sum(x, call.infer().dtype)
-        return found if found is None or not keepdim else record(aten.unsqueeze.default, found, -1)
-
-    return _unless_carried(call, x, dim, statistic)
+    return _unless_carried(call, x, dim, lambda: class_sum(x, call.infer().dtype), keepdim)
 
 
 @RULES.register(aten.argmax.default)
 def record_argmax(call: ChunkedCall, x: LazyValue, dim: int | None, keepdim: bool) -> PyTree:
     """Record the largest class of a linear layer's logits, or of what grows with them, as a statistic."""
-
-    def statistic() -> LazyValue | None:
-        found = largest_class(x)
-        return found if found is None or not keepdim else record(aten.unsqueeze.default, found, -1)
-
-    return _unless_carried(call, x, dim, statistic)
+    return _unless_carried(call, x, dim, lambda: largest_class(x), keepdim)
 
 
 @RULES.register(aten.gather.default)

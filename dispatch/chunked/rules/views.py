@@ -18,12 +18,6 @@ from subtensors.dispatch.ops.tree import PyTree
 aten = torch.ops.aten
 
 
-def _value_and_layout(call: ChunkedCall) -> tuple[LazyValue, RowLayout]:
-    (value,) = call.chunked
-    assert value.layout is not None
-    return value, value.layout
-
-
 @RULES.register(view_dims.reshape)
 def reshaped(call: ChunkedCall) -> PyTree:
     """Keep rows chunked where one dim of the result holds them in order.
@@ -31,7 +25,7 @@ def reshaped(call: ChunkedCall) -> PyTree:
     Where the result groups rows, as in `x.view(B, T)` of `B * T` rows, chunks would have to hold complete groups. A
     small value is replicated instead: that costs less than large chunks.
     """
-    value, layout = _value_and_layout(call)
+    value, layout = call.rows()
     meta = call.infer()
     new = layout.reshaped(value.shape, meta.shape)
     if new is None or (new.group > layout.group and value.meta.numel() == layout.axis.size):
@@ -68,7 +62,7 @@ def replicate(call: ChunkedCall) -> PyTree:
 @RULES.register(aten.select.int, across=True)
 def select(call: ChunkedCall, dim: int, index: int) -> PyTree:
     """Select one row; one chunk has it."""
-    value, layout = _value_and_layout(call)
+    value, layout = call.rows()
     position = normalized(index, layout.dim_size)
     if layout.runs != 1 or not 0 <= position < layout.size:
         raise call.unchunkable("it selects a row")
@@ -93,7 +87,7 @@ def narrowed(value: LazyValue, layout: RowLayout, start: int, length: int) -> La
 @RULES.register(aten.slice.Tensor, across=True)
 def slice_(call: ChunkedCall, start: int | None, end: int | None, step: int) -> PyTree:
     """Slice the rows: each chunk keeps those that it has."""
-    value, layout = _value_and_layout(call)
+    value, layout = call.rows()
     first, stop, step = slice(start, end, step).indices(layout.dim_size)
     if (first, stop, step) == (0, layout.dim_size, 1):
         return value
@@ -107,7 +101,7 @@ def slice_(call: ChunkedCall, start: int | None, end: int | None, step: int) -> 
 @RULES.register(aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_chunk, across=True)
 def split(call: ChunkedCall, dim: int) -> PyTree:
     """Split the rows into ranges."""
-    value, layout = _value_and_layout(call)
+    value, layout = call.rows()
     metas = call.infer()
     starts = [sum(m.shape[layout.dim] for m in metas[:i]) for i in range(len(metas))]
     return [
