@@ -17,14 +17,14 @@ For class targets one kernel computes the weights of the rows, where torch would
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subtensors.kernels.runtime.launcher import CachedLauncher
+from subtensors.kernels.runtime.launcher import cached_launcher
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -75,20 +75,6 @@ class CrossEntropy:
             raise ValueError(f"softcap must be positive; got {self.softcap}")
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive; got {self.temperature}")
-
-
-class Targets(NamedTuple):
-    """The target of each row and the weight of each class, in the form that the kernels read.
-
-    Args:
-        class_indices: (N,) int64, -1 for an ignored row; None for soft targets.
-        soft: (N, V) floating point, a distribution a row; None for class targets.
-        class_weight: (V,) in the dtype of the computation, or None.
-    """
-
-    class_indices: Tensor | None
-    soft: Tensor | None
-    class_weight: Tensor | None
 
 
 class RowStatistics(NamedTuple):
@@ -174,16 +160,20 @@ class RowLoss:
         if weight is not None and weight.shape != (classes,):
             raise ValueError(f"class_weight must have the shape ({classes},); got {tuple(weight.shape)}")
         weight = None if weight is None else weight.detach().to(dtype).contiguous()
+        self.class_weight = weight
+        """(V,), in the dtype of the computation, or None."""
+        self.class_targets: ClassTargets | None = None
+        """None for soft targets."""
+        self.soft: Tensor | None = None
+        """(N, V), a distribution a row; None for class targets."""
         self.weight_sum = float(classes) if weight is None else weight.sum()
         smoothing, count = options.label_smoothing, target.shape[0]
         self.rows = count
         self.target_mass: Tensor | float = 1.0
-        self._class_targets: ClassTargets | None = None
         if target.dim() == 1:
             mean = options.reduction == "mean"
             rows = class_target_rows(target, weight, classes, options.ignore_index, mean, dtype, kernels)
-            self._class_targets, self.targets = rows, Targets(rows.class_indices, None, weight)
-            self.target_scale, self._totals = rows.weight, rows.totals
+            self.class_targets, self.target_scale, self._totals = rows, rows.weight, rows.totals
         else:
             if target.shape[1:] != (classes,) or not target.is_floating_point():
                 raise ValueError(
@@ -192,9 +182,8 @@ class RowLoss:
                 )
             if options.ignore_index >= 0:
                 raise ValueError(f"soft targets have no index to ignore; got ignore_index={options.ignore_index}")
-            soft = target.detach()
-            self.targets = Targets(None, soft, weight)
-            self.target_mass = _weighted_sum(soft, weight, dtype)
+            self.soft = target.detach()
+            self.target_mass = _weighted_sum(self.soft, weight, dtype)
             self.target_scale = torch.ones_like(self.target_mass)
             self._totals = self.target_mass.new_full((2,), count)
         if self.has_smoothing:
@@ -219,7 +208,7 @@ class RowLoss:
     @cached_property
     def valid(self) -> Tensor | None:
         """The mask of rows that are not ignored, (N,); None for soft targets, which all count."""
-        return None if self._class_targets is None else self._class_targets.class_indices >= 0
+        return None if self.class_targets is None else self.class_targets.class_indices >= 0
 
     def _zero_ignored(self, rows: Tensor) -> Tensor:
         """Return the values of rows with 0 for ignored rows, even where those are infinite."""
@@ -227,7 +216,7 @@ class RowLoss:
 
     def loss(self, statistics: RowStatistics) -> Tensor:
         """Return the loss of rows with these statistics: (N,) where nothing is reduced, otherwise 0-d."""
-        class_targets = self._class_targets
+        class_targets = self.class_targets
         if class_targets is not None:
             class_targets.check_class_indices()
             if class_targets.has_invalid is not None and self._is_plain and self.options.reduction != "none":
@@ -235,7 +224,7 @@ class RowLoss:
                 return class_target_loss_by_kernel(class_targets, *statistics[:3], mean)
         log_sum, target_logit = statistics.sum_exp.log(), statistics.target_logit
         # Subtract the largest logit first: for a confident row the difference is small, and keeps its bits.
-        if self.targets.soft is None:
+        if self.soft is None:
             rows = self.target_scale * (log_sum - (target_logit - statistics.row_max))
         else:
             mass = self.target_mass
@@ -258,8 +247,8 @@ class RowLoss:
 
         A factor that the options have no use for is another one's tensor, which is not read.
         """
-        if self._class_targets is not None and upstream is None and self._is_plain:
-            return GradientFactors(*[self._class_targets.share] * 4)
+        if self.class_targets is not None and upstream is None and self._is_plain:
+            return GradientFactors(*[self.class_targets.share] * 4)
         count = 2 if self.has_z_loss else 1
         mean = self.options.reduction == "mean"
         scales = [1 / d if mean else torch.ones_like(d) for d in self._totals.unbind()[:count]]
@@ -332,14 +321,6 @@ def class_target_rows(
     return ClassTargets(torch.where(valid, target, -1).long(), weight, share, torch.stack([total, count]))
 
 
-@cache
-def _launch(name: str) -> CachedLauncher:
-    """Return the launch of a kernel of `class_targets_kernel.py`."""
-    from subtensors.kernels.cross_entropy import class_targets_kernel
-
-    return CachedLauncher(getattr(class_targets_kernel, name))
-
-
 def class_target_rows_by_kernel(
     target: Tensor, class_weight: Tensor | None, classes: int, ignore_index: int, mean: bool
 ) -> ClassTargets:
@@ -348,7 +329,7 @@ def class_target_rows_by_kernel(
     indices = torch.empty(count + 1, dtype=torch.int64, device=target.device)
     numbers = torch.empty(2 * count + 2, dtype=torch.float32, device=target.device)
     weights, shares, totals = numbers.split_with_sizes((count, count, 2))
-    _launch("class_target_rows_kernel")(
+    cached_launcher("cross_entropy.class_targets_kernel", "class_target_rows_kernel")(
         1,
         (target, target if class_weight is None else class_weight, indices, weights, shares, totals),
         *(target.stride(0), count, classes, ignore_index),
@@ -365,7 +346,8 @@ def class_target_loss_by_kernel(
     """Return the sum or mean of the losses of all rows (float32, 0-d), given their `RowStatistics`."""
     count, loss = rows.class_indices.shape[0], torch.empty((), dtype=torch.float32, device=row_max.device)
     tensors = (rows.class_indices, rows.weight, rows.totals, row_max, sum_exp, target_logit, loss)
-    _launch("class_target_loss_kernel")(1, tensors, count, MEAN=mean, **_launch_options(count))
+    launch = cached_launcher("cross_entropy.class_targets_kernel", "class_target_loss_kernel")
+    launch(1, tensors, count, MEAN=mean, **_launch_options(count))
     return loss
 
 

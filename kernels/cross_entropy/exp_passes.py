@@ -7,7 +7,6 @@ what the kernel does not take, `linear_cross_entropy.py` computes logits and ove
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, GradientFactors, RowStatistics
 from subtensors.kernels.cross_entropy.logits_block import GradFlags, LinearHead, product_into
 from subtensors.kernels.runtime.async_compile import wait_for_triton
-from subtensors.kernels.runtime.launcher import CachedLauncher, is_capturing, launching_on, multiprocessors
+from subtensors.kernels.runtime.launcher import cached_launcher, is_capturing, launching_on, multiprocessors
 
 COLUMNS = 128
 """The columns of E whose sum is one number; the classes are a multiple."""
@@ -39,6 +38,8 @@ HIDDEN_BLOCKS, WEIGHT_BLOCKS, TILES = 3, 6, 8
 LEAST_WIDTH = 64 * (WEIGHT_BLOCKS - 2) + 1
 """So wide that the ring of W's blocks keeps the warps of one half of a tile from being two tiles ahead of the other's,
 which wait for them by the parity of a barrier."""
+
+_KERNELS = "cross_entropy.exp_rows_kernel"
 
 _log = logging.getLogger(__name__)
 _works: dict[torch.device, bool] = {}
@@ -197,14 +198,6 @@ def product_by_torch(
     sums.copy_(found.view(len(hidden), -1, COLUMNS).sum(2).t())
 
 
-@functools.cache
-def _launch(name: str) -> CachedLauncher:
-    """Return the launch of a kernel of `exp_rows_kernel.py`."""
-    from subtensors.kernels.cross_entropy import exp_rows_kernel
-
-    return CachedLauncher(getattr(exp_rows_kernel, name))
-
-
 class ExponentialPasses:
     """The passes of a loss over chunks of complete rows, by exponentials.
 
@@ -249,7 +242,7 @@ class ExponentialPasses:
         sums = self._sums[: classes // COLUMNS * rows].view(-1, rows)
         samples = found.view(torch.float32).view(-1)[: rows * SAMPLES].view(rows, SAMPLES)  # read before E is written
         product_into(samples, hidden[begin:end], weight[:: classes // SAMPLES][:SAMPLES].t(), accumulate=False)
-        _launch("shifts_kernel")(
+        cached_launcher(_KERNELS, "shifts_kernel")(
             rows,
             (hidden, weight, targets, samples, shifts, statistics.target_logit),
             *(begin, width, scale),
@@ -260,7 +253,7 @@ class ExponentialPasses:
         )
         product = product_by_kernel if hidden.is_cuda else product_by_torch
         product(hidden[begin:end], weight, shifts[begin:end], scale, found, sums)
-        _launch("rows_kernel")(
+        cached_launcher(_KERNELS, "rows_kernel")(
             rows,
             (
                 *(sums, found, hidden, weight, targets, shifts, statistics.sum_exp, statistics.target_logit),
@@ -287,8 +280,8 @@ class ExponentialPasses:
         options = {"BLOCK": min(1024, 1 << (width - 1).bit_length()), "num_warps": 4}
         if hidden_grad is not None:
             operands = (hidden_grad, head.weight, targets, self._inverses, self._at_targets)
-            _launch("hidden_grad_kernel")(count, operands, width, **options)
+            cached_launcher(_KERNELS, "hidden_grad_kernel")(count, operands, width, **options)
         if weight_grad is not None:
             classes, order = targets.sort(stable=True)
             operands = (weight_grad, head.hidden, classes, order, self._at_targets)
-            _launch("weight_grad_kernel")(count, operands, *(count, width), ROWS=8, **options)
+            cached_launcher(_KERNELS, "weight_grad_kernel")(count, operands, *(count, width), ROWS=8, **options)

@@ -54,17 +54,9 @@ from subtensors.kernels.cross_entropy.logits_block import (
 )
 from subtensors.kernels.cross_entropy.row_sums import Factors, RowSums, StatisticsOptions
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
-from subtensors.kernels.runtime.launcher import CachedLauncher
+from subtensors.kernels.runtime.launcher import cached_launcher
 
 Accumulate = Literal["exact", "fast"]
-
-
-@functools.cache
-def softmax_gradient_launch() -> CachedLauncher:
-    """Return the launch of the kernel that takes complete rows."""
-    from subtensors.kernels.cross_entropy.softmax_gradient_kernel import softmax_gradient_kernel
-
-    return CachedLauncher(softmax_gradient_kernel)
 
 
 class LossPasses:
@@ -83,12 +75,12 @@ class LossPasses:
     @cached_property
     def sums(self) -> RowSums:
         """The sums of all rows that blocks are folded into."""
-        row_loss, targets, given = self.row_loss, self.row_loss.targets, self.row_loss.options
+        row_loss, targets, given = self.row_loss, self.row_loss.class_targets, self.row_loss.options
         options = StatisticsOptions(given.softcap, given.temperature, smoothing=row_loss.has_smoothing)
         classes = torch.empty(0, row_loss.rows, dtype=torch.int64, device=self.device)
-        classes = classes if targets.class_indices is None else targets.class_indices[None]
+        classes = classes if targets is None else targets.class_indices[None]
         like = torch.empty(0, dtype=row_loss.dtype, device=self.device)
-        return RowSums(options, classes, None, like, self.kernels, targets.soft, targets.class_weight)
+        return RowSums(options, classes, None, like, self.kernels, row_loss.soft, row_loss.class_weight)
 
     @cached_property
     def statistics(self) -> RowStatistics:
@@ -116,20 +108,19 @@ class LossPasses:
             return
         logits, row_loss, options = block.logits, self.row_loss, self.row_loss.options
         rows, columns = logits.shape
-        targets = row_loss.targets
-        soft = logits if targets.soft is None else targets.soft
+        soft = logits if row_loss.soft is None else row_loss.soft
         soft = soft if soft.stride(1) == 1 else soft.contiguous()
-        weight = logits if targets.class_weight is None else targets.class_weight
-        class_indices = logits if targets.class_indices is None else targets.class_indices
+        weight = logits if row_loss.class_weight is None else row_loss.class_weight
+        class_indices = logits if row_loss.class_targets is None else row_loss.class_targets.class_indices
         tile = logits_block.LONG_ROWS if columns >= logits_block.MIN_LONG_COLUMNS else logits_block.WHOLE_ROWS
         # The kernel takes all rows and the first of them: a slice of each operand would take longer than the launch.
-        softmax_gradient_launch()(
+        cached_launcher("cross_entropy.softmax_gradient_kernel", "softmax_gradient_kernel")(
             rows,
             (logits, soft, weight, class_indices, *self.statistics, *factors),
             *(logits.stride(0), soft.stride(0), block.first_row, columns),
             *(1.0 if options.softcap is None else float(options.softcap), 1.0 / options.temperature),
-            SOFT_TARGETS=targets.soft is not None,
-            HAS_CLASS_WEIGHT=targets.class_weight is not None,
+            SOFT_TARGETS=row_loss.soft is not None,
+            HAS_CLASS_WEIGHT=row_loss.class_weight is not None,
             HAS_SMOOTHING=row_loss.has_smoothing,
             HAS_SOFTCAP=options.softcap is not None,
             HAS_Z_LOSS=row_loss.has_z_loss,
@@ -182,9 +173,11 @@ class Problem(LinearHead):
             return None
         if not exp_passes.is_worth_exponentials(rows, *self.weight.shape):
             return None
-        indices = self.row_loss.targets.class_indices
-        assert indices is not None
-        return ExponentialPasses(self, indices, self.options, self.passes.statistics, self.factors, most_rows)
+        targets = self.row_loss.class_targets
+        assert targets is not None
+        return ExponentialPasses(
+            self, targets.class_indices, self.options, self.passes.statistics, self.factors, most_rows
+        )
 
     def result(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> LossAndGradients:
         """Return the loss, and these gradients in the dtypes of their operands."""

@@ -12,6 +12,7 @@ are one. `CachedLauncher` uses these properties as the key of a cache of launch 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -231,6 +232,18 @@ class CachedLauncher:
             compiled = self.kernel.warmup(*arguments, grid=(1,), **constants)
             compiled[(1, 1, 1)]  # loads it
         return compiled
+
+
+@functools.cache
+def cached_launcher(module: str, kernel: str, has_reference: bool = False) -> CachedLauncher:
+    """Return the launcher of a kernel; the first call imports the kernel, and Triton with it.
+
+    Args:
+        module: of the kernel, below `subtensors.kernels`.
+        kernel: its name.
+        has_reference: see `CachedLauncher`.
+    """
+    return CachedLauncher(getattr(importlib.import_module(f"subtensors.kernels.{module}"), kernel), has_reference)
 
 
 def _key_of(x: object) -> object:

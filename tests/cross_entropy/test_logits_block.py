@@ -93,7 +93,9 @@ class Truth:
         statistics, z = passes.statistics, passes.sums._transformed(block.logits)[0]
         weight, targets = passes.sums._weights(block)
         if targets is None:
-            targets = (wide.targets.class_indices[:, None] == torch.arange(values.shape[1], device=values.device)) * 1.0
+            assert wide.class_targets is not None
+            indices = wide.class_targets.class_indices
+            targets = (indices[:, None] == torch.arange(values.shape[1], device=values.device)) * 1.0
         size = z.abs().nan_to_num(0.0, 0.0)  # what is infinite is infinite, or counts for nothing
         factors = wide.gradient_factors(None)
         passes.fold_and_write_gradient(block, factors)

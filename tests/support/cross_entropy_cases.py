@@ -100,13 +100,13 @@ def terms_without_signs(case: Case, upstream: Tensor | None, logits: Tensor) -> 
     f = row_loss.gradient_factors(upstream)
     z = logits if case.options.softcap is None else case.options.softcap * torch.tanh(logits / case.options.softcap)
     z = z / case.options.temperature
-    weight = 1.0 if row_loss.targets.class_weight is None else row_loss.targets.class_weight
-    if row_loss.targets.soft is not None:
-        targets = weight * row_loss.targets.soft
+    weight = 1.0 if row_loss.class_weight is None else row_loss.class_weight
+    if row_loss.soft is not None:
+        targets = weight * row_loss.soft
     else:
-        assert row_loss.targets.class_indices is not None
+        assert row_loss.class_targets is not None
         targets = (
-            row_loss.targets.class_indices[:, None] == torch.arange(logits.shape[1], device=logits.device)
+            row_loss.class_targets.class_indices[:, None] == torch.arange(logits.shape[1], device=logits.device)
         ).double()
     grad_softmax = f.grad_softmax.abs() + row_loss.has_z_loss * f.grad_z_loss.abs() * z.logsumexp(1).abs()
     size = grad_softmax[:, None] * z.softmax(1) + f.grad_target.abs()[:, None] * targets
