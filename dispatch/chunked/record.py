@@ -176,7 +176,7 @@ def largest(values: Sequence[LazyValue]) -> LazyValue:
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
     """Return the value as an operand that each chunk reads its own part of, chunked by `layout`."""
     own = value.layout
-    if own is not None and own.dim == layout.dim and own.aligns_with(layout):
+    if own is not None and own.aligns_with(layout):
         layout.axis.merge(own.axis)
         return value
     return _by_chunks(value, layout) if _is_lazy_pointwise(value) else RowSlice(replicated(value), layout)

@@ -234,10 +234,12 @@ class RowLayout:
         """Return the layout with the same rows in another dim."""
         return replace(self, dim=dim)
 
-    def aligns_with(self, other: RowLayout) -> bool:
-        """Return whether both divide a dim alike, so that chunks of one line up with chunks of the other."""
-        own = (self.axis.size, self.size, self.runs, self.unit, self.start)
-        return own == (other.axis.size, other.size, other.runs, other.unit, other.start)
+    def aligns_with(self, other: RowLayout | None) -> bool:
+        """Return whether both divide one dim alike, so that chunks of one line up with chunks of the other."""
+        if other is None:
+            return False
+        own = (self.dim, self.axis.size, self.size, self.runs, self.unit, self.start)
+        return own == (other.dim, other.axis.size, other.size, other.runs, other.unit, other.start)
 
     def window(self, span: tuple[int, int]) -> tuple[int, int]:
         """Return the positions of a run that a chunk of rows holds, [start, stop)."""

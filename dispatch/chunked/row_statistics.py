@@ -20,7 +20,6 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
     NeedsMaterialize,
-    emit,
     is_differentiated,
     recording,
     replicated,
@@ -36,6 +35,7 @@ from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 
 Kind = Literal["log_sum_exp", "logit", "log_probability", "negative_entropy", "finite_entropy", "expectation", "argmax"]
 _ENTROPIES: frozenset[Kind] = frozenset({"negative_entropy", "finite_entropy"})
+_OF_CLASSES: frozenset[Kind] = frozenset({"logit", "log_probability"})
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StatisticsOp:
         self.is_final = True
         kinds = {statistic.kind for statistic in self.statistics}
         flags = bool(_ENTROPIES & kinds), "argmax" in kinds, False, "negative_entropy" in kinds
-        given = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.count]
+        given = [operands[s.operand].flatten(0, -2).t() for s in self.statistics if s.kind in _OF_CLASSES]
         nothing = torch.empty(0, rows.shape[0], dtype=torch.int64, device=rows.device)
         scale, offsets, masked = operands[:3]
         found = statistics(
@@ -101,7 +101,7 @@ class StatisticsOp:
         out: list[Tensor] = []
         begin = 0
         for statistic in self.statistics:
-            if statistic.count:
+            if statistic.kind in _OF_CLASSES:
                 of_rows = found.target_logits if statistic.kind == "logit" else found.log_probabilities
                 out.append(of_rows[begin : begin + statistic.count].t().reshape(*sizes, statistic.count))
                 begin += statistic.count
@@ -130,45 +130,33 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
     """Record a statistic of the last dim of logits.
 
     Args:
-        logits: (..., V), chunked along another dim than the last.
+        logits: (..., V), which have rows, see `has_rows`.
         kind: of the statistic.
         operand: (..., T), the classes of each row, for "logit" and "log_probability"; (V,), for "expectation".
 
     Returns:
         (...) or (..., T), chunked, in the dtype of the kernels' arithmetic; None where these don't take the logits.
     """
-    layout = logits.layout
-    if not has_rows(logits) or layout is None:
-        return None
-    is_class = kind in ("logit", "log_probability")
-    if is_class and (
-        operand is None
-        or operand.shape[:-1] != logits.shape[:-1]
-        or operand.shape[-1] > MAX_CLASSES
-        or operand.dtype is not torch.int64
-    ):
-        return None
+    layout, sizes, is_class = logits.row_layout, logits.shape[:-1], kind in _OF_CLASSES
     if operand is not None and operand.device != logits.device:
+        return None
+    count = operand.shape[-1] if operand is not None and is_class else 0
+    is_index = operand is not None and operand.shape[:-1] == sizes and operand.dtype is torch.int64
+    if is_class and (not is_index or count > MAX_CLASSES):
         return None
     transforms, rows = untransformed_rows(logits, maps=True)
     dtype = torch.int64 if kind == "argmax" else arithmetic_dtype(rows.dtype)
-    count = operand.shape[-1] if is_class and operand is not None else 0
-    meta = torch.empty((*logits.shape[:-1], count) if is_class else logits.shape[:-1], dtype=dtype, device="meta")
+    meta = torch.empty((*sizes, count) if is_class else sizes, dtype=dtype, device="meta")
     # The largest class has no gradient: it joins the others where it is asked for without recording them.
     grad = (is_differentiated() or kind == "argmax") and logits.needs_grad
-    key = transforms.key, grad
     operands = () if operand is None else (sliced(operand, layout) if is_class else replicated(operand),)
-    node = _open_node(transforms.base, key, operand, kind)
+    node = _open_node(transforms.base, (transforms.key, grad), operand, kind)
     if node is None:
         with recording(logits.needs_grad):
             maps = record_maps(transforms.maps, logits, arithmetic_dtype(rows.dtype))
         op = StatisticsOp(transforms.softcap, transforms.temperature, scales_offsets(transforms.maps))
-        op.statistics.append(Statistic(kind, count, len(maps) if operands else -1))
-        value = emit(op, (rows, *maps, *operands), {}, [meta], [layout], layout.axis, grad)[0]
-        assert isinstance(value, LazyValue)
-        assert value.node is not None
-        _recorded.setdefault(transforms.base, []).append((key, weakref.ref(value.node)))
-        return value
+        node = LazyNode(op, (rows, *maps), {}, layout.axis, grad)
+        _recorded.setdefault(transforms.base, []).append(((transforms.key, grad), weakref.ref(node)))
     assert isinstance(node.op, StatisticsOp)
     node.op.statistics.append(Statistic(kind, count, len(node.args) - 1 if operands else -1))
     node.args = (*node.args, *operands)
@@ -214,8 +202,6 @@ def untransformed_rows(
             rows = transforms.rows()
     except NeedsMaterialize:
         return TransformedLogits(logits), logits
-    a, b = rows.layout, logits.layout
-    is_aligned = a is not None and b is not None and a.dim == b.dim and a.aligns_with(b)
-    if not is_aligned or logits.dtype == torch.float64 != rows.dtype:
+    if not logits.row_layout.aligns_with(rows.layout) or logits.dtype == torch.float64 != rows.dtype:
         return TransformedLogits(logits), logits
     return transforms, rows

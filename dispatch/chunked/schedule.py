@@ -148,7 +148,7 @@ class ChunkSchedule:
     def _input(self, value: LazyValue, layout: RowLayout | None) -> Input:
         for known, read in zip(self.inputs, self.reads, strict=True):
             same = read is value or (value.tensor is not None and read.tensor is value.tensor)
-            if same and _same_layout(known.layout, layout):
+            if same and (known.layout is layout or (layout is not None and layout.aligns_with(known.layout))):
                 return known
         self.reads.append(value)
         self.inputs.append(Input(self._description(value), layout))
@@ -302,12 +302,6 @@ def _gradient_reads_operands(step: ScheduledStep) -> bool:
 def _whole_tiles(rows: int) -> int:
     """Return a number of rows, cut to a multiple of what the tiles of a matrix product take where there are as many."""
     return rows // MIN_ROWS * MIN_ROWS or rows
-
-
-def _same_layout(a: RowLayout | None, b: RowLayout | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.dim == b.dim and a.aligns_with(b)
 
 
 def _described(value: LazyValue) -> str:

@@ -43,20 +43,27 @@ def indexed_rows(kind: type[LazyTensor], x: object, key: object) -> Tensor | Non
         return None
     grad = torch.is_grad_enabled() and value.needs_grad
     with recording(grad), torch.set_grad_enabled(grad):
-        if is_input(value):
-            selected = _rechunk_rows(input_tensor(value)[first], layout, dims, value)
-        else:
-            layer = match_linear_logits(value) if dims < value.ndim else None
-            if layer is None:
-                return None
-            hidden = layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
-            hidden = hidden.view(*value.shape[:-1], hidden.shape[-1])[first]
-            selected = _logits(layer, _rechunk_rows(hidden, layout, dims, value), value.dtype)
+        found = _input_of(value)
+        if found is None or (found[1] is not None and dims == value.ndim):
+            return None
+        hidden, layer = found
+        selected = _of_other_rows(layer, _rechunk_rows(hidden[first], layout, dims, value), value.dtype)
     return user_tensor(kind, AliasRef(selected))
 
 
-def _logits(layer: LinearLogits, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
-    """Record the logits of a linear layer for other rows, or for sequences of rows."""
+def _input_of(value: LazyValue) -> tuple[Tensor, LinearLogits | None] | None:
+    """Return the input (..., H) that a value (..., H or V) is, or is a linear layer of, and the layer."""
+    layer = None if is_input(value) else match_linear_logits(value)
+    if layer is not None:
+        hidden = layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
+        return hidden.view(*value.shape[:-1], hidden.shape[-1]), layer
+    return (input_tensor(value), None) if is_input(value) else None
+
+
+def _of_other_rows(layer: LinearLogits | None, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
+    """Record the logits of a linear layer for other rows, or for sequences of rows; without a layer return the rows."""
+    if layer is None:
+        return rows
     *sizes, width = rows.shape
     flat = rows if len(sizes) == 1 else record(aten.reshape.default, rows, [math.prod(sizes), width])
     if layer.bias is None:
@@ -102,17 +109,13 @@ def _sequences(
         policy = replace(policy, rows=max(1, policy.rows * value.shape[1] // max(value.shape[0], 1)))
     grad = torch.is_grad_enabled() and value.needs_grad
     with recording(grad), torch.set_grad_enabled(grad):
-        layer = None if is_input(value) else match_linear_logits(value)
-        if layer is None and not is_input(value):
+        found = _input_of(value)
+        if found is None:
             return None
-        hidden = (
-            input_tensor(value) if layer is None else layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
-        )
         refs = []
-        for index, sequence in select(hidden.view(*value.shape[:-1], hidden.shape[-1])).items():
+        for index, sequence in select(found[0]).items():
             axis = layout.axis.selection(sequence.shape[0], sequence.numel(), policy)
-            rows = leaf_value(sequence, 0, axis)
-            ref = AliasRef(rows if layer is None else _logits(layer, rows, value.dtype))
+            ref = AliasRef(_of_other_rows(found[1], leaf_value(sequence, 0, axis), value.dtype))
             refs.append(ref.make_view_of(alias_ref(x), aten.select.int, (0, index), {}, 0))
     return tuple([user_tensor(kind, ref) for ref in refs])
 

@@ -62,6 +62,10 @@ def several_classes(z: Tensor, t: Tensor) -> Tensor:
     return z.log_softmax(-1).gather(-1, torch.stack([t, (t + 1) % 20, t], -1)).sum(-1)
 
 
+def no_class(z: Tensor, t: Tensor) -> Tensor:
+    return z.log_softmax(-1).gather(-1, t[..., None][..., :0]).sum(-1) + z.logsumexp(-1)
+
+
 def hits(z: Tensor, t: Tensor) -> Tensor:
     return (z.argmax(-1) == t) * z.logsumexp(-1)
 
@@ -106,6 +110,7 @@ PROGRAMS: list[Callable[[Tensor, Tensor], Tensor]] = [
     selected,
     probability,
     several_classes,
+    no_class,
     hits,
     hits_without_gradients,
     hits_of_probabilities,
