@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import re
+import string
+
+from subtensors.dispatch.ops.errors import SizeError
 
 _UNITS = {"": 1, **{f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}}
 _DECIMAL = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
+_IN_CAPITALS = {unit.upper(): size for unit, size in {**_UNITS, **_DECIMAL, "B": 1}.items()}
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """Return the number of bytes of a size.
+    """Return the number of bytes of a size, in steps that a compiler can trace.
 
     Args:
         name: the argument's name, for the error.
         size: a number of bytes above 0, or text such as "2GiB" (2 << 30 bytes) or "2GB" (2e9 bytes).
 
     Raises:
-        ValueError: `size` is neither.
+        SizeError: `size` is neither.
 
     >>> parse_bytes("reserve", "1.5KiB"), parse_bytes("reserve", 7), parse_bytes("reserve", "2GB")
     (1536, 7, 2000000000)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(size))
-    count = 0 if match is None else int(float(match[1]) * {**_UNITS, **_DECIMAL}[match[2]])
+    text = str(size).strip()
+    number = text.rstrip(string.ascii_letters)
+    unit = text[len(number) :].upper()
+    number = number.rstrip()
+    digits = number.replace(".", "", 1)
+    is_size = digits.isascii() and digits.isdigit() and number[-1:] != "." and unit in _IN_CAPITALS
+    count = int(float(number) * _IN_CAPITALS[unit]) if is_size else 0
     if count <= 0:
-        raise ValueError(f'{name} must be a number of bytes above 0, or text such as "2GiB"; got {size!r}')
+        raise SizeError(f'{name} must be a number of bytes above 0, or text such as "2GiB"; got {size!r}')
     return count
 
 

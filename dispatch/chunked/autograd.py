@@ -29,15 +29,16 @@ Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute the results of a pass, chunk by chunk, without gradients."""
     results = Results(plan)
-    needed = [False] * len(tensors)
-    with torch.no_grad(), without_ambient_modes():
-        for span in plan.spans:
-            results.add(span, run_chunk(plan, span, chunk_leaves(plan, span, tensors, needed)))
+    _run_chunks(plan, tensors, [False] * len(tensors), results)
     return results.finish()
 
 
 def differentiate(
-    plan: ChunkSchedule, tensors: Sequence[Tensor | None], needed: Sequence[bool], upstream: Sequence[Tensor | None]
+    plan: ChunkSchedule,
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+    results: Results | None = None,
 ) -> Gradients:
     """Compute the gradients of a pass for given gradients of its results (None where a result has none).
 
@@ -46,18 +47,35 @@ def differentiate(
         tensors: its inputs; None for those that backward doesn't read.
         needed: for each of them, whether its gradient is needed.
         upstream: the gradients of its results.
+        results: take the results; None where they are known.
     """
     gradients = Gradients(plan, tensors, needed)
+    _run_chunks(plan, tensors, needed, results, gradients, upstream)
+    return gradients
+
+
+def _run_chunks(
+    plan: ChunkSchedule,
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    results: Results | None,
+    gradients: Gradients | None = None,
+    upstream: Sequence[Tensor | None] = (),
+) -> None:
+    """Run each chunk forward, and backward where there are gradients to add to; arguments as `differentiate`."""
     with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
             leaves = chunk_leaves(plan, span, tensors, needed)
-            outputs = run_chunk(plan, span, leaves, gradients, results_read=False)
-            results = zip(outputs, plan.outputs, upstream, strict=True)
-            parts = [(o, v, u) for o, v, u in results if o is not None and u is not None]
-            tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in parts]
-            gradients.add(span, leaves, [o for o, _, _ in parts], tangents)
-            del leaves, outputs, parts, tangents
-    return gradients
+            outputs = run_chunk(plan, span, leaves, gradients, results_read=results is not None)
+            if results is not None:
+                results.add(span, outputs)
+            if gradients is not None:
+                given = zip(outputs, plan.outputs, upstream, strict=True)
+                parts = [(o, v, u) for o, v, u in given if o is not None and u is not None]
+                tangents = [chunk_tangent(plan, v, span, u).to(o.dtype) for o, v, u in parts]
+                gradients.add(span, leaves, [o for o, _, _ in parts], tangents)
+                del given, parts, tangents
+            del leaves, outputs
 
 
 class _RecomputeContext(FunctionCtx):
@@ -137,17 +155,8 @@ class FusedForwardBackward(torch.autograd.Function):
         needed = ctx.needs_input_grad[3 : 3 + count]
         factors = _sum_gradients(plan, epilogue, others)
         ctx.scale, ctx.tangents = _normalized(factors)
-        results, gradients = Results(plan), Gradients(plan, reads, needed)
-        with without_ambient_modes():
-            for span in plan.spans:
-                leaves = chunk_leaves(plan, span, reads, needed)
-                outputs = run_chunk(plan, span, leaves, gradients)
-                results.add(span, outputs)
-                sums = zip(outputs, ctx.tangents, strict=False)  # the first results, of which every chunk has a part
-                parts = [(part, tangent.to(part.dtype)) for part, tangent in sums if part is not None]
-                gradients.add(span, leaves, [part for part, _ in parts], [tangent for _, tangent in parts])
-                del leaves, outputs, parts, sums
-        ctx.gradients = gradients
+        results = Results(plan)
+        ctx.gradients = differentiate(plan, reads, needed, _upstream(ctx), results)
         totals = results.finish()
         ctx.mark_non_differentiable(*totals)
         return _epilogue_result(ctx, epilogue, totals[: len(ctx.tangents)], others), *totals
@@ -162,8 +171,7 @@ class FusedForwardBackward(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             needed = ctx.needs_input_grad[3 : 3 + ctx.count]
-            tangents = [*ctx.tangents, *[None] * (len(ctx.plan.outputs) - len(ctx.tangents))]
-            gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, tangents)
+            gradients = differentiate(ctx.plan, tensors[: ctx.count], needed, _upstream(ctx))
         with torch.no_grad():
             taken = gradients.take(grad * ctx.scale)
         others = [None if g is None else g * grad.to(g.dtype) for g in ctx.other_gradients]
@@ -173,6 +181,11 @@ class FusedForwardBackward(torch.autograd.Function):
             None,
             *once_differentiable([*(taken.get(n) for n in range(ctx.count)), *others], (*tensors, grad)),
         )
+
+
+def _upstream(ctx: _FusedContext) -> list[Tensor | None]:
+    """Return the gradients of the results: those of the sums, which come first."""
+    return [*ctx.tangents, *[None] * (len(ctx.plan.outputs) - len(ctx.tangents))]
 
 
 def _sum_gradients(plan: ChunkSchedule, epilogue: Epilogue, others: Sequence[Tensor]) -> list[Tensor]:

@@ -299,6 +299,11 @@ def uncomputed(value: LazyValue, ends: Callable[[LazyValue], object] = lambda va
             stack.extend(value.node.operands())
 
 
+def largest(values: Sequence[LazyValue]) -> LazyValue:
+    """Return the largest of the chunked values, whose layout the others take."""
+    return max((v for v in values if v.layout is not None), key=lambda v: v.meta.numel())
+
+
 def constant(tensor: Tensor) -> LazyValue:
     """Return a replicated value whose tensor is known.
 
@@ -315,9 +320,8 @@ def constant(tensor: Tensor) -> LazyValue:
 
 def leaf_value(x: Tensor, dim: int, axis: ChunkAxis) -> LazyValue:
     """Return the value of a tensor that is chunked along a dim."""
-    value = LazyValue(None, x.device, RowLayout(axis, dim, x.shape[dim]), None, x.requires_grad)
-    value.tensor = x
-    value.recorded = version_and_address(x)
+    value = constant(x)
+    value.layout = RowLayout(axis, dim, x.shape[dim])
     return value
 
 
@@ -390,7 +394,7 @@ def emit(
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
     device = kwargs.get("device") or next((v.device for v in operands if v.ndim), operands[0].device)
     if Combine.STACK in layouts:
-        node.rows = max((v for v in operands if v.layout is not None), key=lambda v: v.meta.numel()).layout
+        node.rows = largest(operands).layout
     remaining = iter(layouts)
 
     def value(meta: PyTree) -> PyTree:

@@ -168,11 +168,6 @@ class ChunkedCall(BoundCall[LazyValue]):
         return emit(op or self.op, args, kwargs, metas, layouts, axis)
 
 
-def largest(values: Sequence[LazyValue]) -> LazyValue:
-    """Return the largest of the chunked values, whose layout the others take."""
-    return max((v for v in values if v.layout is not None), key=lambda v: v.meta.numel())
-
-
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
     """Return the value as an operand that each chunk reads its own part of, chunked by `layout`."""
     own = value.layout

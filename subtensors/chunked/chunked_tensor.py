@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import string
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +17,9 @@ from subtensors.chunked.number import ChunkedNumber, result_of_rows
 from subtensors.chunked.record_call import check_not_transformed, handle_torch_dispatch
 from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function, is_metadata_query
 from subtensors.chunked.traced_chunk import TracedChunk
+from subtensors.counts import parse_bytes
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, uncomputed
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import BoolArray, ChunkAxis, Policy
 from subtensors.dispatch.chunked.sharded_head import full_tensor
@@ -251,8 +251,6 @@ def chunk(
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor of the class
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
 
 def policy(
     chunks: int | None, rows: int | None, memory_limit: int | str | None, accumulate: str, compile: bool
@@ -262,7 +260,7 @@ def policy(
     counts = {name: value for name, value in given.items() if value is not None}
     if len(counts) > 1:
         raise ValueError(f"chunk takes one of chunks, rows and memory_limit; got {', '.join(counts)}")
-    limit = _bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    limit = parse_bytes("memory_limit", memory_limit) if isinstance(memory_limit, str) else memory_limit
     for name, count in {**counts, **({"memory_limit": limit} if limit is not None else {})}.items():
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"{name} is a whole number, got {shown(count)}")
@@ -285,18 +283,6 @@ def cached_policy(
         return _known_policy(chunks, rows, memory_limit, accumulate, compile)
     except TypeError:  # of an argument without a hash, which is none of those that it takes
         return policy(chunks, rows, memory_limit, accumulate, compile)
-
-
-def _bytes(limit: str) -> int:
-    """Parse a number of bytes, in steps that a compiler can trace."""
-    text = limit.strip()
-    number = text.rstrip(string.ascii_letters)
-    unit = text[len(number) :].upper()
-    number = number.rstrip()
-    digits = number.replace(".", "", 1)
-    if not (digits.isascii() and digits.isdigit() and number[-1:] != "." and unit in _UNITS):
-        raise ValueError(f'memory_limit is bytes, or text such as "1GiB" or "500MB"; got {limit!r}')
-    return int(float(number) * _UNITS[unit])
 
 
 def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
@@ -339,13 +325,8 @@ def chunked(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = No
         raise TypeError("chunk takes one tensor, and a TensorList holds several: chunk each, [st.chunk(t) for t in x]")
     dims = x.ndim
     if x.layout is not torch.strided or x.is_quantized is True or x.is_nested is True:
-        kind = (
-            "nested"
-            if x.is_nested is True
-            else "quantized"
-            if x.is_quantized is True
-            else str(x.layout).removeprefix("torch.")
-        )
+        kinds = "nested" * (x.is_nested is True), "quantized" * (x.is_quantized is True)
+        kind = next(filter(None, kinds), str(x.layout).removeprefix("torch."))
         raise TypeError(f"chunk takes a dense tensor, got one that is {kind}; make it dense first")
     if dims == 0:
         raise SizeError("a tensor of no dims has no rows to chunk")
@@ -374,14 +355,8 @@ def _description(describe: Callable[[], str | None]) -> str | None:
 
 
 def _op_count(value: LazyValue) -> int:
-    """Return the number of recorded ops that a value depends on."""
-    seen, stack = set[int](), [value]
-    while stack:
-        node = stack.pop().node
-        if node is not None and id(node) not in seen:
-            seen.add(id(node))
-            stack.extend(node.operands())
-    return len(seen)
+    """Return the number of recorded ops that a value is to be computed by."""
+    return len({found.node for found in uncomputed(value)} - {None})
 
 
 def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> ChunkedTensor:

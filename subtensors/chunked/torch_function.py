@@ -308,17 +308,10 @@ def _to(kind: Kind, input: object, *args: object, **named: object) -> Tensor | N
     """`Tensor.to` a wider dtype, of a linear layer that isn't recorded."""
     ref = alias_ref(input) if isinstance(input, LazyTensor) else None
     dtype = args[0] if len(args) == 1 and not named else named.get("dtype") if not args and len(named) == 1 else None
-    if type(ref) is not LazyLinear or ref.is_recorded or dtype not in _WIDER.get(ref.dtype, ()):
+    if type(ref) is not LazyLinear or ref.is_recorded or not isinstance(dtype, torch.dtype):
         return None
-    assert isinstance(dtype, torch.dtype)
-    return user_tensor(kind, ref.to(dtype, torch.is_grad_enabled()))
-
-
-_WIDER = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
+    is_wider = ref.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize > ref.dtype.itemsize
+    return user_tensor(kind, ref.to(dtype, torch.is_grad_enabled())) if is_wider else None
 
 
 def _fill_padding(kind: Kind, input: LazyTensor, mask: Tensor, value: PyTree) -> Tensor | None:

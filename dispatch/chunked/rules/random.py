@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, Span, constant, emit
-from subtensors.dispatch.chunked.record import RULES, ChunkedCall, largest, record, sliced
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, PerChunk, Span, constant, emit, largest
+from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.op_classes import OpClass
