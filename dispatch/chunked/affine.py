@@ -18,38 +18,14 @@ aten = torch.ops.aten
 
 # op: the positions of arguments that may depend on the sums, alone or together.
 JOINTLY_LINEAR: dict[OpOverloadPacket, Collection[int]] = {
-    aten.add: (0, 1),
-    aten.sub: (0, 1),
-    aten.rsub: (0, 1),
-    aten.neg: (0,),
-    aten.sum: (0,),
-    aten.mean: (0,),
-    aten.div: (0,),
-    aten._to_copy: (0,),
-    aten.view: (0,),
-    aten._unsafe_view: (0,),
-    aten.reshape: (0,),
-    aten.squeeze: (0,),
-    aten.unsqueeze: (0,),
-    aten.select: (0,),
-    aten.slice: (0,),
-    aten.permute: (0,),
-    aten.t: (0,),
-    aten.transpose: (0,),
-    aten.expand: (0,),
-    aten.alias: (0,),
-    aten.clone: (0,),
-    aten.stack: (0,),
-    aten.cat: (0,),
+    **dict.fromkeys((aten.add, aten.sub, aten.rsub), (0, 1)),
+    **dict.fromkeys((aten.neg, aten.sum, aten.mean, aten.div, aten.clone, aten._to_copy, aten.stack, aten.cat), (0,)),
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.alias), (0,)),
+    **dict.fromkeys((aten.select, aten.slice, aten.permute, aten.t, aten.transpose, aten.expand), (0,)),
 }
 
-# op: the positions of arguments; only one of them may depend on the sums, since a product of two sums is not affine.
-_BILINEAR: dict[OpOverloadPacket, Collection[int]] = {
-    aten.mul: (0, 1),
-    aten.mv: (0, 1),
-    aten.dot: (0, 1),
-    aten.mm: (0, 1),
-}
+_BILINEAR = frozenset({aten.mul, aten.mv, aten.dot, aten.mm})
+"""Products of their first two arguments; only one may depend on the sums, since a product of two sums is not affine."""
 
 
 def affine_ops(value: LazyValue, sums: Collection[LazyValue]) -> set[LazyValue] | None:
@@ -83,4 +59,4 @@ def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:
         # div.Tensor_mode rounds.
         plain = not any(isinstance(x, str) for x in tree_leaves(arguments))
         return plain and all(position in JOINTLY_LINEAR[packet] for position in positions)
-    return packet in _BILINEAR and len(positions) == 1 and positions[0] in _BILINEAR[packet]
+    return packet in _BILINEAR and len(positions) == 1

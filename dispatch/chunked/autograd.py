@@ -26,7 +26,7 @@ Epilogue = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """A function from the sums over chunks and other tensors to the scalar."""
 
 
-def forward_only(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> list[Tensor]:
+def forward_only(plan: ChunkSchedule, *tensors: Tensor) -> list[Tensor]:
     """Compute the results of a pass, chunk by chunk, without gradients."""
     results = Results(plan)
     _run_chunks(plan, tensors, [False] * len(tensors), results)
@@ -95,7 +95,7 @@ class RecomputeChunks(torch.autograd.Function):
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*plan.differentiated_reads(tensors))  # type: ignore[arg-type]  # None is fine
-        results = forward_only(plan, tensors)
+        results = forward_only(plan, *tensors)
         ctx.mark_non_differentiable(*(t for t, has in zip(results, plan.differentiated, strict=True) if not has))
         return tuple(results)
 
@@ -234,12 +234,8 @@ def once_differentiable(grads: Iterable[Tensor | None], of: Iterable[Tensor | No
     if not torch.is_grad_enabled():
         return list(grads)
     sources = [t for t in of if t is not None and t.requires_grad]
-    return [None if g is None else _refuse_second_backward(g, sources) for g in grads]
-
-
-def _refuse_second_backward(grad: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    out: Tensor = _RefuseSecondBackward.apply(grad.requires_grad_(), *sources)  # type: ignore[no-untyped-call]
-    return out
+    refuse: Callable[..., Tensor] = _RefuseSecondBackward.apply
+    return [None if g is None else refuse(g.requires_grad_(), *sources) for g in grads]
 
 
 class _RefuseSecondBackward(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -176,8 +176,8 @@ class _Evaluation:
         for plan in _passes(partials, rides):
             requested, tensors = plan.requested, self._inputs(plan)
             plan.release_values()
-            differentiable = self.grad and plan.grad
-            results = _apply_recompute(plan, tensors) if differentiable else forward_only(plan, tensors)
+            run: Callable[..., Sequence[Tensor]] = RecomputeChunks.apply if self.grad and plan.grad else forward_only
+            results = run(plan, *tensors)
             for value, tensor, has_gradient in zip(requested, results, plan.differentiated, strict=True):
                 self._set_tensor(value, plan.axis.with_backward_hooks(tensor), self.grad and has_gradient)
 
@@ -259,11 +259,6 @@ def takes_one_pass(requested: LazyValue) -> bool:
     sums = [v for v in last if v.needs_grad]
     is_single = len(_passes(sums)) == 1 and not any(v.needs_grad for level in earlier for v in level)
     return is_single and _fusable(requested, sums) is not None
-
-
-def _apply_recompute(plan: ChunkSchedule, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    results: Sequence[Tensor] = RecomputeChunks.apply(plan, *tensors)  # type: ignore[no-untyped-call]
-    return results
 
 
 def _others(requested: LazyValue, sums: Sequence[LazyValue], chain: Collection[LazyValue]) -> list[LazyValue]:

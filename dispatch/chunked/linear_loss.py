@@ -47,21 +47,16 @@ class LoweredPlan:
 
     def describe(self) -> str:
         """Describe the plan in lines."""
-        changed = [
-            (field.name, value)
-            for field in fields(self.options)
-            if field.name != "reduction" and not _equal(value := getattr(self.options, field.name), field.default)
+        given = [
+            (field, getattr(self.options, field.name)) for field in fields(self.options) if field.name != "reduction"
         ]
+        changed = [(field.name, x) for field, x in given if isinstance(x, Tensor) or x != field.default]
         shape, part = self.shape, " of its own" * self.shape.is_shard
         return (
             f"linear + cross entropy of {shape.rows} rows, {shape.width} wide, {shape.classes} classes{part}\n"
             f"  {self.chunks}\n"
             f"  reduction {self.options.reduction}{''.join(f', {name} {value}' for name, value in changed)}"
         )
-
-
-def _equal(value: object, default: object) -> bool:
-    return not isinstance(value, Tensor) and bool(value == default)
 
 
 def takes_targets(logits: LazyValue, target: LazyValue, weight: LazyValue | None, options: CrossEntropy) -> bool:

@@ -139,15 +139,14 @@ class Problem(LinearHead):
     target: Tensor
     options: CrossEntropy
     upstream: Tensor | None
-    kernels: bool | None
+    kernels: bool
     has_complete_rows: bool = False
     """True where each block holds complete rows, and gradients are needed."""
 
     @cached_property
     def row_loss(self) -> RowLoss:
         """The loss as a function of the statistics of rows."""
-        kernels = uses_kernels(self.hidden, self.kernels)
-        return RowLoss(self.options, self.target, self.classes, self.compute_dtype, kernels)
+        return RowLoss(self.options, self.target, self.classes, self.compute_dtype, self.kernels)
 
     @cached_property
     def factors(self) -> GradientFactors:
@@ -157,8 +156,7 @@ class Problem(LinearHead):
     @cached_property
     def passes(self) -> LossPasses:
         """The passes over blocks of logits."""
-        kernels = uses_kernels(self.hidden, self.kernels)
-        return LossPasses(self.row_loss, self.hidden.device, kernels, self.has_complete_rows)
+        return LossPasses(self.row_loss, self.hidden.device, self.kernels, self.has_complete_rows)
 
     def exponentials(self, rows: int, most_rows: int) -> ExponentialPasses | None:
         """Return the passes by exponentials; None where logits are computed.
@@ -167,7 +165,7 @@ class Problem(LinearHead):
             rows: of a chunk.
             most_rows: of the longest one.
         """
-        if not self.has_complete_rows or not uses_kernels(self.hidden, self.kernels):
+        if not self.has_complete_rows or not self.kernels:
             return None
         if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):
             return None
@@ -248,7 +246,7 @@ def linear_cross_entropy(
         target=target,
         options=options or CrossEntropy(),
         upstream=upstream,
-        kernels=kernels,
+        kernels=uses_kernels(hidden, kernels),
     )
     with torch.set_grad_enabled(False):
         if columns is not None and hidden.shape[0]:

@@ -176,7 +176,7 @@ class ProgramSource:
 
     def _argument(self, x: PyTree) -> str:
         """Return the source of an argument."""
-        if x is None or x is True or x is False:
+        if x is None or isinstance(x, (bool, torch.dtype, torch.memory_format)):
             return str(x)
         if x is Ellipsis:
             return "..."
@@ -193,8 +193,6 @@ class ProgramSource:
             return "(" + "".join([self._argument(y) + ", " for y in x]) + ")"
         if isinstance(x, str):
             return repr(x)
-        if isinstance(x, (torch.dtype, torch.memory_format)):
-            return str(x)
         if isinstance(x, torch.device):
             return f'torch.device("{x}")'
         if isinstance(x, (int, torch.SymInt)):
