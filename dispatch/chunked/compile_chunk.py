@@ -63,7 +63,6 @@ def _has_source(step: ScheduledStep) -> bool:
 
 
 def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> ScheduledStep:
-    computed = {id(v) for step in run for v in step.outputs if v is not None}
     read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(outputs)
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
     names: dict[int, str] = {}
@@ -92,7 +91,7 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
         lines.append(f"    {', '.join(names_out)} = c{len(constants) - 1}({call})")
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
-    last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later and id(x) not in computed]
+    last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later]
     function, arguments = _function(text, tuple(constants), BACKEND), (tuple(reads), {})
     leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True)
     return ScheduledStep(

@@ -18,8 +18,8 @@ from subtensors.dispatch.chunked.lazy_graph import (
     without_ambient_modes,
 )
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
-from subtensors.dispatch.chunked.schedule import ChunkSchedule
+from subtensors.dispatch.chunked.row_layout import LimitError
+from subtensors.dispatch.chunked.schedule import ChunkSchedule, axis_of
 from subtensors.dispatch.ops.tree import tree_map, tree_tensors
 
 
@@ -112,24 +112,17 @@ def _levels(requested: Sequence[LazyValue]) -> list[list[LazyValue]]:
 def _passes(partials: Sequence[LazyValue], rides: Sequence[LazyValue] = ()) -> list[ChunkSchedule]:
     """Make a pass for the partials of each axis; backward runs those again that require grad, and don't only ride."""
     return [
-        ChunkSchedule([v for v in partials if _root(v) is root], [v for v in rides if _root(v) is root])
-        for root in dict.fromkeys(map(_root, partials))
+        ChunkSchedule([v for v in partials if axis_of(v) is root], [v for v in rides if axis_of(v) is root])
+        for root in dict.fromkeys(map(axis_of, partials))
     ]
-
-
-def _root(partial: LazyValue) -> ChunkAxis:
-    """Return the axis of the pass that computes a partial."""
-    assert partial.node is not None
-    assert partial.node.axis is not None
-    return partial.node.axis.root
 
 
 def _riding(riders: Sequence[LazyValue], levels: Sequence[Sequence[LazyValue]]) -> list[LazyValue]:
     """Return the riders that passes for these levels of partials can compute, too."""
-    axes = [set(map(_root, level)) for level in levels]
+    axes = [set(map(axis_of, level)) for level in levels]
 
     def fits(own: list[list[LazyValue]]) -> bool:
-        return len(own) <= len(axes) and all({*map(_root, level)} <= at for level, at in zip(own, axes, strict=False))
+        return len(own) <= len(axes) and all({*map(axis_of, level)} <= at for level, at in zip(own, axes, strict=False))
 
     return [rider for rider in riders if fits(_levels([rider]))]
 
@@ -224,7 +217,7 @@ class _Evaluation:
     def _run_fused(self, requested: LazyValue, partials: Sequence[LazyValue], rides: Sequence[LazyValue]) -> bool:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; return False for others."""
         sums = [v for v in partials if v.needs_grad]
-        chain = _fusable(requested, sums) if len({*map(_root, sums)}) == 1 else None
+        chain = _fusable(requested, sums) if len({*map(axis_of, sums)}) == 1 else None
         if chain is None:
             return False
         self._run_passes([v for v in partials if not v.needs_grad])

@@ -293,7 +293,8 @@ class RowLayout:
                 run = size // runs
                 # Elements that one position of the run stands for, before and after.
                 old_tail, new_tail = math.prod(old[self.dim + 1 :]), math.prod(new[dim + 1 :])
-                if run * new_tail == self.size * old_tail and run > 0 and self._divides(old_tail, new_tail):
+                is_same = run > 0 and new_tail > 0 and run * new_tail == self.size * old_tail
+                if is_same and (old_tail % new_tail == 0 or new_tail % old_tail == 0):
                     ratio = Fraction(old_tail, new_tail)
                     start = self.start * ratio
                     if start.denominator == 1:
@@ -301,10 +302,6 @@ class RowLayout:
             prefix *= size
         # Several dims may fit where a size is 1: prefer small groups, then small units, then few runs.
         return min(found, key=lambda layout: (layout.group, layout.unit, layout.runs), default=None)
-
-    @staticmethod
-    def _divides(old_tail: int, new_tail: int) -> bool:
-        return new_tail > 0 and (old_tail % new_tail == 0 or new_tail % old_tail == 0)
 
     @property
     def group(self) -> int:

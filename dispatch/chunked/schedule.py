@@ -104,10 +104,7 @@ class ChunkSchedule:
         self.program: Sequence[ScheduledStep] | None = None
         """The steps with runs of them compiled, once the pass has run, where the policy says so."""
         self._schedule_ops()
-        node = self.requested[0].node
-        assert node is not None
-        assert node.axis is not None
-        self.axis: ChunkAxis = node.axis.root
+        self.axis = axis_of(self.requested[0])
         self._find_last_uses()
         self._find_unread()
         self._descriptions.clear()
@@ -287,6 +284,13 @@ class ChunkSchedule:
 
 _KERNELS_OF_ROWS = ("cross_entropy", "row_statistics")
 """Ops whose results are a few numbers a row, and whose gradient is as large as the logits that they read."""
+
+
+def axis_of(partial: LazyValue) -> ChunkAxis:
+    """Return the axis of the pass that computes a partial."""
+    assert partial.node is not None
+    assert partial.node.axis is not None
+    return partial.node.axis.root
 
 
 def _bytes(value: LazyValue) -> int:

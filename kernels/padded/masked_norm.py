@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
-from subtensors.kernels.runtime.launcher import CachedLauncher, launching_on, multiprocessors
+from subtensors.kernels.runtime.launcher import cached_launcher, launching_on, multiprocessors
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 MAX_ROW_LENGTH = 16384
@@ -30,20 +28,6 @@ MAX_ROW_LENGTH = 16384
 
 WARPS_PER_MULTIPROCESSOR = 8
 """Warps of the backward for each multiprocessor; each program adds up the parameters' gradients of its rows."""
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Import the kernels, and Triton with them, at the first launch."""
-    from subtensors.kernels.padded import masked_norm_kernel
-
-    return masked_norm_kernel
-
-
-@cache
-def launch_norm() -> CachedLauncher:
-    """Return the cached launch of the forward's kernel."""
-    return CachedLauncher(_kernels().norm_kernel, has_reference=True)
 
 
 class Normed(NamedTuple):
@@ -115,7 +99,7 @@ def masked_norm_forward(
     if not x.numel():
         return Normed(y, means.zero_(), scales.zero_())
     block_rows, block_columns, num_warps = layout.whole_rows()
-    launch_norm()(
+    cached_launcher("padded.masked_norm_kernel", "norm_kernel", has_reference=True)(
         layout.rows[0] * -(-layout.rows[1] // block_rows),
         (x, _contiguous_or(weight, x), _contiguous_or(bias, x), y, means, scales),
         layout.slot_arguments(lengths), layout.rows[1], layout.columns[1],
@@ -152,9 +136,11 @@ def masked_norm_backward(
     parts = [x.new_empty((programs, *shape), dtype=mean.dtype) for _ in range(2)]
     if not x.numel():
         return gx, parts[0].zero_().sum(0), parts[1].zero_().sum(0)
+    from subtensors.kernels.padded.masked_norm_kernel import norm_backward_kernel
+
     # Without a weight, the parts are those for a weight of ones.
     with launching_on(x.device):
-        _kernels().norm_backward_kernel[(programs,)](
+        norm_backward_kernel[(programs,)](
             gradient.contiguous(), x, x.new_ones(shape) if weight is None else weight.contiguous(), mean.contiguous(),
             scale.contiguous(), gx, *parts, layout.slot_arguments(lengths), tiles, layout.rows[1], layout.columns[1],
             layout.statics, layout.row_slots, is_rms, block_rows, block_columns, num_warps=num_warps,
