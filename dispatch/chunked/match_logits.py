@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, is_differentiated, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, is_differentiated, recording
 from subtensors.dispatch.chunked.logit_maps import LogitMap, RowsT, View, can_follow, match_map, viewed
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
@@ -90,8 +90,8 @@ def match_transforms(logits: LazyValue, through_padding: bool = False, maps: boo
             value = mapped[0]
             found.append(mapped[1])
             continue
-        if op in SCALINGS and isinstance(args[1], (int, float)):
-            factor = float(args[1]) if SCALINGS[op] == "div" else 1 / float(args[1]) if args[1] else 0.0
+        factor = _divisor(node)
+        if factor is not None:
             uncapped = _softcap_operand(args[0], factor)
             if uncapped is not None and softcap is None:
                 softcap, value = 1 / factor, uncapped
@@ -139,17 +139,24 @@ SCALINGS: dict[object, str] = {
 }
 
 
+def _divisor(node: LazyNode) -> float | None:
+    """Return the number that an op divides by, 0 for a product with 0; None for other ops."""
+    if node.op not in SCALINGS or not isinstance(node.args[1], (int, float)):
+        return None
+    number = float(node.args[1])
+    return number if SCALINGS[node.op] == "div" else 1 / number if number else 0.0
+
+
 def _softcap_operand(value: LazyValue, factor: float) -> LazyValue | None:
     """Return x where the value is tanh(x * factor), which divided by factor is a softcap of 1 / factor; else None."""
     node = value.node
-    if node is None or node.op is not aten.tanh.default:
+    inner = None if node is None or node.op is not aten.tanh.default else node.args[0].node
+    divided = None if inner is None else _divisor(inner)
+    is_inverse = divided is not None and divided > 0 and abs(divided * factor - 1) < 1e-12
+    if inner is None or not is_inverse:
         return None
-    inner = node.args[0].node
-    if inner is None or inner.op not in SCALINGS or not isinstance(inner.args[1], (int, float)):
-        return None
-    divided = float(inner.args[1]) if SCALINGS[inner.op] == "div" else 1 / float(inner.args[1])
     found: LazyValue = inner.args[0]
-    return found if divided > 0 and abs(divided * factor - 1) < 1e-12 else None
+    return found
 
 
 def widens(old: object, new: LazyValue) -> bool:

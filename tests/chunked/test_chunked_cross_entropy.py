@@ -45,6 +45,10 @@ def negated(logits: Tensor) -> Tensor:
     return logits * -1.0
 
 
+def switched_off(logits: Tensor) -> Tensor:
+    return 5 * torch.tanh(logits * 0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "lowered"),
     [
@@ -55,6 +59,7 @@ def negated(logits: Tensor) -> Tensor:
         (widened, True),
         (shifted, False),
         (negated, False),
+        (switched_off, False),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
