@@ -52,7 +52,8 @@ def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:
     """Return whether an op on replicated values is affine in those of its operands that depend on the sums."""
     arguments = [*node.args, *node.kwargs.values()]
     packet = getattr(node.op, "overloadpacket", None)
-    positions = [n for n, x in enumerate(arguments) for leaf in tree_leaves(x) if leaf in depending]
+    leaves = ((n, leaf) for n, x in enumerate(arguments) for leaf in tree_leaves(x) if isinstance(leaf, LazyValue))
+    positions = [n for n, leaf in leaves if leaf in depending]
     if packet not in (aten.stack, aten.cat) and any(not isinstance(arguments[n], LazyValue) for n in positions):
         return False
     if packet in JOINTLY_LINEAR:

@@ -261,10 +261,12 @@ class LazyNode:
 def computation(
     requested: Iterable[LazyValue], ends: Callable[[LazyValue], bool] = lambda value: False
 ) -> list[LazyValue]:
-    """Return the values to compute for some others, each after those that it is computed from, as many as there are.
+    """Return what is to be computed for some values, in order: each value after those that it is computed from.
+
+    Values whose tensors are known are left out. There is no recursion: a region may hold thousands of ops.
 
     Args:
-        requested: the values, which come last; the last of them is computed first.
+        requested: the values, the last of which is computed first.
         ends: returns whether those that a value is computed from are left out.
     """
     found: dict[LazyValue, None] = {}
