@@ -66,7 +66,7 @@ def _run_chunks(
     with torch.no_grad(), without_ambient_modes():
         for span in plan.spans:
             leaves = chunk_leaves(plan, span, tensors, needed)
-            outputs = run_chunk(plan, span, leaves, gradients, results_read=results is not None)
+            outputs = run_chunk(plan, span, leaves, gradients, results is not None)
             if results is not None:
                 results.add(span, outputs)
             if gradients is not None:
