@@ -45,7 +45,8 @@ def unsqueeze(x: Operand, dim: int) -> DimMap:
 def squeeze(x: Operand, dim: int | Sequence[int] | None = None) -> DimMap:
     """The dims of size 1 removed, or those of them that are named."""
     named = listed(dim, x.ndim) if dim is None or isinstance(dim, int) or len(dim) else []
-    return carried(x, [d for d in labels_of(x) if d not in named or x.shape[d] != 1])
+    kept = [d for d in labels_of(x) if d not in named or x.shape[d] != 1]
+    return carried(x, kept)._replace(shape=tuple([x.shape[d] for d in kept]))
 
 
 @dim_rule(aten.expand, aten.expand_copy, aten.broadcast_to)

@@ -308,15 +308,16 @@ def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: T
 
 
 def valid_on_host(dims: tuple[Factors, ...], dim: int, sizes: TrueSizes | None) -> npt.NDArray[np.bool_] | None:
-    """Return of each position of a dim whether it holds a valid element; None where all do, or the host doesn't know.
+    """Return of each position of a dim whether it is valid in some row; None where all are, or the host doesn't know.
 
-    Nothing that watches for reads of the device's values sees this one, since a capture would do without it.
+    A position along which another dim is empty is valid: a reduction of that dim has a result for it. Nothing that
+    watches for reads of the device's values sees this one, since a capture would do without it.
     """
     if sizes is None or not sizes.known_on_host or is_traced(sizes.values):
         return None
     with without_overrides(), without_modes():
         here = TrueSizes(sizes.symbols, sizes.buckets, torch.tensor(sizes.host()), sizes.host())
-        mask = valid_positions(dims, tuple(range(len(dims))), here)
+        mask = valid_positions(dims, (dim,), here)
         if mask is None or mask.shape[dim] == 1:
             return None
         valid: npt.NDArray[np.bool_] = mask.movedim(dim, 0).reshape(mask.shape[dim], -1).any(1).numpy()

@@ -291,6 +291,11 @@ def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
     """
+    if is_transforming():
+        raise RuleError(
+            "chunk of a PaddedTensor has no rule inside a transform of torch.func or forward-mode differentiation: "
+            "unpad before it"
+        )
     is_dim = type(dim) is int and -x.ndim <= dim < x.ndim
 
     def storage(value: PaddedValue) -> ChunkedTensor:

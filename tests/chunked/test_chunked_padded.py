@@ -481,3 +481,13 @@ def test_what_an_autograd_function_returns_is_refused(way: Way) -> None:
     x, w = st.pad(hidden(21), {0: SEQ}), weights()
     with pytest.raises(Exception, match=r"came out of .*gradient would not go through"):
         way(lambda x: z_loss(Square.apply(st.chunk(x, rows=5)), None, w))(x)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_sequence_without_tokens_that_is_a_chunk_of_its_own_has_its_results(rows: int) -> None:
+    batch, w = [hidden(n) for n in (16, 0, 3)], weights()
+    x = st.pad(batch, {0: SEQ}, value=NAN)
+    for result in (lambda v: v.sum(-1).exp(), lambda v: v.mean(-1), lambda v: (v < 9).all(-1)):
+        found = result(torch.tanh(head(st.chunk(x, rows=rows), w)).sum(-1)).realize()
+        expected = torch.stack([result(torch.tanh(head(h, w)).sum(-1)) for h in batch])
+        torch.testing.assert_close(found.dense, expected, equal_nan=True)

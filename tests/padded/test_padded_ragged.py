@@ -226,3 +226,10 @@ def test_a_rule_compiles_once_for_all_lengths_of_a_ragged_batch(name: str) -> No
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_rule_compiles_once_for_all_lengths_of_a_ragged_batch(name: str) -> None:
     check_compiled(name)
+
+
+def test_a_flattened_batch_of_one_row_loses_a_dim_of_size_one() -> None:
+    row = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    x = st.pad([row], {0: SEQ}, value=math.nan).flatten(0, 1)
+    torch.testing.assert_close(x[:, :1].squeeze(-1).cumsum(0).sum(), row[:, 0].cumsum(0).sum())
+    torch.testing.assert_close(x.sum(-1, keepdim=True).squeeze().exp().sum(), row.sum(-1).exp().sum())
