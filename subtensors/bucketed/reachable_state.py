@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from subtensors.dispatch.fused.read_values import function_of, is_library, names_in
 from subtensors.dispatch.graphs.capture import Generator
 from subtensors.dispatch.graphs.guards import is_plain
+from subtensors.dispatch.ops.lazy_storage import is_lazy
+from subtensors.lists.tensor_list import TensorList
 from subtensors.padded.padded_tensor import PaddedTensor
 
 Part = nn.Module | Tensor | torch.optim.Optimizer
@@ -44,6 +46,9 @@ MAX_CONTAINER_LENGTH = 1000
 
 _WITHOUT_ATTRIBUTES = (Tensor, torch.optim.Optimizer, types.ModuleType, types.FunctionType, functools.partial)
 """Kinds of objects whose plain attributes are not watched; those of optimizers are, by `Optimizers`."""
+
+_WITHOUT_PARTS = (Tensor, torch.optim.Optimizer)
+"""Kinds of objects that a walk doesn't enter."""
 
 _WITHOUT_STATE = (type, types.ModuleType, enum.Enum, logging.Filterer)
 """Kinds of values in files, classes and closures whose attributes a program doesn't compute with."""
@@ -104,7 +109,7 @@ class ReachableState:
         # Methods are no parts of their object: the parts and objects that they name besides its attributes.
         for function in functions:
             reached += [x for x in _walk(_Found(function, None, None), 2)[1:] if _is_object(x.value)]
-        parts = [x for x in reached if isinstance(x.value, Part)]
+        parts = [x for x in reached if isinstance(x.value, Part) and not isinstance(x.value, TensorList)]
         found = [x for x in parts if not isinstance(x.value, Tensor) or x.value.requires_grad or _is_named(x, names)]
         self.parts = list({id(x.value): x.value for x in found}.values())
         """Its modules, tensors and optimizers."""
@@ -141,7 +146,7 @@ def _walk(start: _Found, depth: int) -> list[_Found]:
     while todo:
         found, depth = todo.popleft()
         reached.append(found)
-        if depth and not isinstance(found.value, (Tensor, torch.optim.Optimizer)):
+        if depth and (isinstance(found.value, TensorList) or not isinstance(found.value, _WITHOUT_PARTS)):
             for location, value in _parts(found.value):
                 if not is_plain(value) and not _is_result(value) and id(value) not in seen:
                     seen.add(id(value))
@@ -166,6 +171,8 @@ def _parts(x: object) -> Iterator[tuple[Location | None, object]]:
         if len(x) <= MAX_CONTAINER_LENGTH:
             items = list(x.items() if isinstance(x, dict) else enumerate(x))
             yield from ((None if isinstance(x, tuple) else Location(x, key), part) for key, part in items)
+    elif isinstance(x, TensorList):
+        yield from ((None, t) for t in x.tensors)
     elif isinstance(x, type):
         yield from _class_attributes(x)
     elif not isinstance(x, types.ModuleType):
@@ -277,4 +284,6 @@ def _names_used(values: Iterable[object]) -> tuple[set[str], set[types.FunctionT
 
 def _is_result(x: object) -> bool:
     """Return whether a value is a computed tensor: a program that keeps one does not read it as state."""
-    return isinstance(x, Tensor) and (not x.is_leaf or isinstance(x, PaddedTensor))
+    if not isinstance(x, Tensor) or isinstance(x, TensorList):
+        return False
+    return not x.is_leaf or isinstance(x, PaddedTensor) or is_lazy(x)

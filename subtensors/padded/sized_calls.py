@@ -213,7 +213,8 @@ class SizedPlainCalls(TorchFunctionMode):
             _note_number()
         out = func(*args, **kwargs)
         if noting.into is not None and isinstance(out, Tensor):
-            noting.into.dtypes.add(out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype)
+            dtype = out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype
+            noting.into.dtypes.update(dtype if isinstance(dtype, list) else [dtype])  # one for each of a TensorList
         return out
 
 

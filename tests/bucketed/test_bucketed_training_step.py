@@ -310,3 +310,40 @@ def test_an_optimizer_that_counts_in_python_steps_once_a_call(where: str, check:
     if run.stats().mode == "graphs":
         replaced = {"tensor": "sum", "dict": "the state of an optimizer"}.get(where, "steps")
         assert [f"it replaces {replaced}" in given for given in run.stats().fallbacks] == [True]
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("check", ["first", False])
+def test_a_step_reads_and_writes_the_elements_of_lists(check: Any, packed: bool, device: str) -> None:
+    nets = [Net(device) for _ in range(2)]
+    ours, theirs = ([p.detach().clone() for p in net.parameters()] for net in nets)
+    params, averages = st.TensorList(nets[0].parameters()), st.TensorList(ours)
+    if packed:
+        params.pack(), averages.pack()
+    opts = [st.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+
+    def step(net: Net, opt: Any, x: Tensor) -> Tensor:
+        loss = net(x)
+        loss.backward()
+        if net is nets[0]:
+            st.clip_grad_norm_(params, 0.1)
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            if net is nets[0]:
+                averages.mul_(0.9).add_(params.detach(), alpha=0.1)
+            else:
+                for average, p in zip(theirs, net.parameters(), strict=True):
+                    average.mul_(0.9).add_(p, alpha=0.1)
+        return loss.detach()
+
+    run = st.bucketed(lambda x: step(nets[0], opts[0], x), DIMS, check=check)
+    for n in (5, 6, 20, 5, 18):
+        x = torch.randn(n, 4, dtype=torch.float64, device=device)
+        assert_same(run(x), step(nets[1], opts[1], x))
+        assert_same(ours, theirs)
+    assert not run.stats().fallbacks
+    assert run.stats().hits == 3
