@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
+from subtensors.dispatch.torch_internals.autograd import BACKWARDS
 from subtensors.dispatch.torch_internals.dispatcher import without_modes
 
 PLAIN_TYPES: set[type[Tensor]] = {Tensor, nn.Parameter}
@@ -43,7 +44,7 @@ def read_as_plain(kind: type[Tensor], reason: str) -> None:
     dynamo_rules.declare(
         kind,
         partial(dynamo.allow_in_compiled_code, kind),
-        partial(dynamo.trace_gradients, kind),
+        partial(dynamo.trace_as_plain, kind),
         partial(dynamo.break_at_data_assignment, kind, reason),
     )
 
@@ -59,10 +60,9 @@ def detached(x: Tensor) -> Tensor:
 
 
 class PlainViews(TorchFunctionMode):
-    """A context in which torch calls get a cached, untracked plain view of each subclass tensor among their arguments.
+    """A context in which torch calls get a plain view of each subclass tensor among their arguments.
 
-    It is for torch's tracers, which know no other types. While gradients are recorded, a tensor that requires grad is
-    passed unchanged.
+    It is for torch's tracers, which know no other types. Autograd tracks the view where it tracks the tensor.
 
     Example:
         >>> import subtensors as st
@@ -78,14 +78,14 @@ class PlainViews(TorchFunctionMode):
     ) -> PyTree:
         """Call the function with plain views of its arguments."""
         arguments: PyTree = (args, kwargs or {})
-        if func not in _AUTOGRAD_ATTRIBUTES and any(map(_is_subclass, types)):
+        if func not in _OF_AUTOGRAD and any(map(_is_subclass, types)):
             arguments = optree.tree_map(_plain_view, arguments, none_is_leaf=True)
         args, kwargs = arguments
         return func(*args, **kwargs)
 
 
-# Read from the tensor itself, not from its view.
-_AUTOGRAD_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")}
+_OF_AUTOGRAD = BACKWARDS | {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")}
+"""Functions of the tensor itself, not of its view."""
 
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -95,8 +95,11 @@ def _is_subclass(kind: type) -> bool:
 
 
 def _plain_view(x: PyTree) -> PyTree:
-    if not _is_subclass(type(x)) or (x.requires_grad and torch.is_grad_enabled()):
+    if not _is_subclass(type(x)):
         return x
+    if x.requires_grad and torch.is_grad_enabled():
+        with without_modes(), torch._C.DisableTorchFunctionSubclass():
+            return Tensor.view_as(x, x)
     if x not in _views:
         with without_modes():
             _views[x] = detached(x)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import grad_mode
 
-from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys
+from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys, without_modes
 from subtensors.dispatch.torch_internals.requires import requires
 
 
@@ -61,12 +61,16 @@ def without_version_bumps(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def run_backward(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Run `Tensor.backward`, `torch.autograd.backward` or `grad` for a type that overrides torch's functions.
+BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""The functions that run a backward, all of user code in it: hooks, recomputed checkpoints, autograd functions."""
 
-    Torch passes these calls to the type, which can only continue with its overrides switched off; then the backward of
-    a user's autograd function would see the type without them. Gradient edges have no type, so they replace the
-    tensors. Checked on 2.11, which passes `torch.autograd.backward` to no type, and 2.13.
+
+def run_backward(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run one of `BACKWARDS` for a type that overrides torch's functions.
+
+    Torch passes these calls to the type, which can only continue with its overrides switched off; then user code in the
+    backward would see each type without them. Gradient edges have no type, so they replace the tensors. Checked on
+    2.11, which passes `torch.autograd.backward` to no type, and 2.13.
 
     Args:
         function: one of the three.
@@ -86,14 +90,19 @@ def run_backward(function: Callable[..., object], args: tuple[Any, ...], kwargs:
     if kwargs.get("is_grads_batched") or not all(getattr(x, "requires_grad", True) for x in (*outputs, *inputs)):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
-    return function(list(map(_edge, outputs)), list(map(_edge, inputs)), **kwargs)
+    edges = list(map(_edge, outputs)), list(map(_edge, inputs))
+    if not kwargs.get("materialize_grads"):
+        return function(*edges, **kwargs)
+    found = torch.autograd.grad(*edges, **{**kwargs, "materialize_grads": False})  # an edge knows no zeros
+    zeros = functools.partial(torch.zeros_like, requires_grad=kwargs.get("create_graph", False))
+    return tuple([zeros(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
 
 
 def _edge(x: Any) -> Any:
     """Return the gradient edge of a tensor of a subclass; plain tensors, parameters and other values unchanged."""
     if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), without_modes():  # torch takes a view of a leaf
         return torch.autograd.graph.get_gradient_edge(x)
 
 

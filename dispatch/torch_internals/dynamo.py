@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -46,17 +46,19 @@ def break_graph(reason: str, at: object) -> NoReturn:
     raise getattr(errors, "Unsupported", RuntimeError)(reason)
 
 
-def _replace(owner: type, names: Sequence[str], wrap: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-    """Replace a method of a class of Dynamo's by what `wrap` makes of it.
+def _replace(
+    owner: type | ModuleType, names: Sequence[str], wrap: Callable[[Callable[..., object]], Callable[..., object]]
+) -> None:
+    """Replace a method of a class of Dynamo's, or a function of a file, by what `wrap` makes of it.
 
     Args:
-        owner: the class.
+        owner: the class or the file.
         names: what versions of torch call the method, the newest first.
         wrap: takes the method that is there.
     """
     name = next((name for name in names if name in vars(owner)), None)
     if name is None:
-        raise MissingInternal(f"{owner.__name__} has no method {' or '.join(names)}")
+        raise MissingInternal(f"{owner.__name__} has no {' or '.join(names)}")
     method = vars(owner)[name]
     setattr(owner, name, functools.wraps(method)(wrap(method)))
 
@@ -200,23 +202,27 @@ def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
     _replace(owner, ("_call_setattr", "call_setattr"), sets)
 
 
-def trace_gradients(kind: type[torch.Tensor]) -> None:
-    """Make Dynamo trace `.grad` of tensors of a type as it does for plain tensors. Checked on 2.11 - 2.15.
+def trace_as_plain(kind: type[torch.Tensor]) -> None:
+    """Make Dynamo trace tensors of a type as plain ones. Checked on 2.13.
 
-    For any other subclass, reading `.grad` breaks the graph.
+    Of any other subclass it traces `__torch_function__`, which torch's functions that are written in Python call again
+    from within, and takes `.grad` for None.
     """
+    from torch._dynamo.variables import builder
     from torch._dynamo.variables.tensor import TensorVariable
-    from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
-    def reads(original: Read) -> Read:
-        def read(variable: TensorVariable, tx: InstructionTranslatorBase, name: str) -> object:
-            if name == "grad" and variable.class_type is kind:
-                return getattr(TensorVariable, original.__name__)(variable, tx, name)
-            return original(variable, tx, name)
+    def wraps(original: Callable[..., object]) -> Callable[..., object]:
+        def wrap(*args: object, subclass_type: type | None = None, **options: object) -> object:
+            if subclass_type is not kind:
+                return original(*args, subclass_type=subclass_type, **options)
+            variable = original(*args, **options)
+            assert isinstance(variable, TensorVariable)
+            variable.class_type = kind
+            return variable
 
-        return read
+        return wrap
 
-    _replace(TensorWithTFOverrideVariable, _READS_ATTRIBUTE, reads)
+    _replace(builder, ("wrap_fx_proxy",), wraps)
 
 
 def allow_in_compiled_code(kind: type[torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
 from subtensors.dispatch.torch_internals.autograd import (
+    BACKWARDS,
     has_saved_tensor_hooks,
     is_transforming,
     retains_graph,
@@ -201,7 +202,8 @@ class ChunkedNumber(LazyTensor):
             return _plain(x, is_read or (func is Tensor.cpu and _is_released(x))) if isinstance(x, ChunkedNumber) else x
 
         if func in _PARTS:
-            inputs = named.get("inputs") if func in _BACKWARDS else args[1 if func is torch.autograd.grad else 0]
+            of_backward = named.get("inputs") if func in BACKWARDS else args[0]
+            inputs = args[1] if func is torch.autograd.grad else of_backward
             # Before the numbers that they are part of, whose backward passes them then.
             for x in () if inputs is None else tree_leaves(inputs):
                 _check_unobserved(x)
@@ -412,7 +414,5 @@ _DETACHED = _functions("detach")
 _READS.add(Tensor.data.__get__)  # type: ignore[attr-defined]
 _READS |= _DETACHED
 
-_BACKWARDS: set[object] = {torch.autograd.backward, Tensor.backward}
-
-_PARTS = _BACKWARDS | {torch.autograd.grad} | _functions("register_hook retain_grad")
+_PARTS = BACKWARDS | _functions("register_hook retain_grad")
 """Functions that ask for the gradient of the numbers that they are given, or those of them that are inputs."""

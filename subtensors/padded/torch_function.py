@@ -47,7 +47,7 @@ from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.pointwise import broadcast, may_divide_by_zero
 from subtensors.dispatch.torch_internals import dispatcher, ops
-from subtensors.dispatch.torch_internals.autograd import is_transforming, run_backward
+from subtensors.dispatch.torch_internals.autograd import BACKWARDS, is_transforming, run_backward
 from subtensors.padded import fast_path
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.fallback import RAW_MEMORY_FUNCTIONS, run_on_unpadded_data
@@ -163,7 +163,7 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
         if dim is None or (type(dim) is int and -len(shape) <= dim < len(shape)):
             return shape if dim is None else shape[dim]
     name = getattr(func, "__name__", "")
-    if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+    if func in BACKWARDS:
         return run_backward(func, args, kwargs)
     is_attribute = name in ("__get__", "__set__", "__delete__") and _attribute(func) not in _TENSOR_ATTRIBUTES
     if is_attribute or name in _WRAPPER_FUNCTIONS:

@@ -23,6 +23,7 @@ from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached, read_as_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals import dynamo, memory, ops
+from subtensors.dispatch.torch_internals.autograd import BACKWARDS, run_backward
 from subtensors.kernels.memory.from_address import tensor_from_address
 
 _T = TypeVar("_T", bound=Tensor)
@@ -134,6 +135,8 @@ class StaticAddressTensor(_ReadAsPlain):
             and not keeps_address(func, args, kwargs or {})
         ):
             _refuse(args[0], *RELOCATING_OPS[func])
+        if func in BACKWARDS:
+            return run_backward(func, args, kwargs or {})
         if kwargs and not torch.compiler.is_compiling() and (outs := _out_arguments(func, kwargs)):
             return _write_out(func, types, args, kwargs, outs)
         result = super().__torch_function__(func, types, args, kwargs or {})
@@ -145,8 +148,7 @@ class StaticAddressTensor(_ReadAsPlain):
     def data(self) -> Tensor:  # type: ignore[override]
         """The same memory as a plain tensor that autograd does not track."""
         with torch._C.DisableTorchFunctionSubclass():
-            # Dynamo can't trace an attribute of the base class.
-            return Tensor.detach(self) if torch.compiler.is_compiling() else super().data
+            return super().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -287,8 +289,6 @@ def _call_other_type(
     func: Callable[..., PyTree], types: Collection[type], args: Args, kwargs: Kwargs, other_types: list[type[Tensor]]
 ) -> PyTree:
     """Call another type's `__torch_function__`; if it returns NotImplemented, call the function on plain views."""
-    if torch.compiler.is_compiling():
-        return NotImplemented
     for kind in other_types:
         result = kind.__torch_function__(func, types, args, kwargs)
         if result is not NotImplemented:

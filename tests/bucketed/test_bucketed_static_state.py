@@ -126,3 +126,20 @@ def test_each_tensor_has_one_plain_view_that_does_not_keep_it_alive() -> None:
     gc.collect()
     assert gone() is None
     assert len(plain_types._views) < count
+
+
+@pytest.mark.parametrize("check", ["first", False])
+def test_compiled_gradients_reach_static_tensors_that_a_program_closes_over(check: Any, device: str) -> None:
+    weight = torch.randn(3, 3, dtype=torch.float64, device=device)
+    ours, theirs = st.static(nn.Parameter(weight)), nn.Parameter(weight)
+
+    def loss_of(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).softmax(0) * w.sum(0)).square().mean()
+
+    run = st.bucketed(lambda x: loss_of(x, ours), DIMS, compile={"backend": "aot_eager"}, check=check)
+    for n in (5, 6, 20, 5):
+        x = rows(n, device)
+        run(x).backward()
+        loss_of(x, theirs).backward()
+        assert_same(ours.grad, theirs.grad)
+    assert not run.stats().fallbacks

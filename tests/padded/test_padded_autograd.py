@@ -124,6 +124,7 @@ def test_autocast_casts_each_op_as_it_does_without_padding(name: str, dtype: tor
         lambda x: torch.func.vmap(lambda s: (x * s).sum())(torch.ones(3)),
         lambda x: torch.func.grad(lambda v: (v * v).sum())(x),
         lambda x: torch.func.grad(lambda s: (x * s).sum())(torch.ones(())),
+        lambda x: torch.func.grad(lambda s: (st.chunk(x, 1) * s).sum())(torch.ones(())),
     ],
 )
 def test_transforms_of_torch_func_raise_with_advice(transformed: Callable[[Any], Any]) -> None:
@@ -195,3 +196,9 @@ def test_a_custom_autograd_function_gets_padded_tensors_in_its_backward(compiled
         run(wanted, w).backward(st.pad(cotangent, {1: SEQ}, value=NAN))
         torch.testing.assert_close((wanted.grad.unpad(), w.grad), expected)  # type: ignore[union-attr]
         w.grad = None
+
+
+def test_gradients_of_unused_padded_tensors_are_made_zeros_where_asked_for() -> None:
+    x, unused = (st.pad(torch.ones(5), {0: SEQ}).requires_grad_() for _ in range(2))
+    grads = torch.autograd.grad((x * 2).sum(), [x, unused], materialize_grads=True)
+    assert [grad.tolist() for grad in grads] == [[2.0] * 5, [0.0] * 5]

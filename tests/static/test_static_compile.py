@@ -246,3 +246,32 @@ def test_a_graph_of_the_compiler_survives_release_and_restore() -> None:
         with copied_bytes() as counts:
             assert torch.equal(model(x, w), before)
         assert sum(counts) == 0
+
+
+FUNCTIONS_IN_PYTHON: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a number minus it": lambda x, w: x * (1 - w),
+    "a number to its power": lambda x, w: x * 2**w,
+    "pad": lambda x, w: x * torch.nn.functional.pad(w, (1, 1))[1:-1],
+    "norm": lambda x, w: x * w.norm(),
+    "split": lambda x, w: x * w.split(2)[0].sum(),
+    "unflatten": lambda x, w: x * w.unflatten(0, (2, 2)).sum(),
+    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (4,), w),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", FUNCTIONS_IN_PYTHON)
+def test_functions_that_torch_writes_in_python_compile_to_one_graph(name: str, backend: str) -> None:
+    w, x = st.static(nn.Parameter(torch.linspace(1, 2, 4))), torch.randn(3, 4)
+    program = FUNCTIONS_IN_PYTHON[name]
+    expected = program(x, w.data)
+    torch.testing.assert_close(torch.compile(program, fullgraph=True, backend=backend)(x, w), expected)
+
+
+def test_padded_tensors_meet_static_ones_in_the_graphs_of_every_backend() -> None:
+    w, x = st.static(nn.Parameter(torch.randn(4, 4))), torch.randn(3, 4)
+    expected = torch.autograd.grad((x @ w).softmax(0).square().sum(), w)[0]
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(lambda x: (x @ w).softmax(0).square().sum(), fullgraph=True, backend=backend)
+        found = torch.autograd.grad(compiled(st.pad(x, {0: 8}, value=float("nan"))), w)[0]
+        torch.testing.assert_close(found, expected)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import subtensors as st
 
@@ -216,6 +217,23 @@ def test_autograd_grad_takes_a_static_tensor(device: str) -> None:
     s = st.static(torch.ones(3, device=device, requires_grad=True))
     (gradient,) = torch.autograd.grad((s * 2).sum(), [s])
     assert gradient.tolist() == [2, 2, 2]
+
+
+def test_a_backward_to_a_static_tensor_recomputes_checkpoints_of_other_types(device: str) -> None:
+    w = st.static(nn.Parameter(torch.randn(4, 4, device=device)))
+    x = torch.randn(3, 4, device=device)
+    padded = st.pad(x, {0: 8}, value=float("nan"))
+
+    def loss_of(x: Any) -> Tensor:
+        return checkpoint(lambda x: (x @ w).tanh().softmax(0), x, use_reentrant=False).square().mean()  # type: ignore[no-any-return]
+
+    unused = st.static(nn.Parameter(torch.ones(2, device=device)))
+    expected = torch.autograd.grad(loss_of(x), [w])[0]
+    found, zeros = torch.autograd.grad(loss_of(padded), [w, unused], materialize_grads=True)
+    torch.testing.assert_close(found, expected)
+    assert zeros.tolist() == [0, 0]
+    loss_of(padded).backward(inputs=[w])
+    torch.testing.assert_close(w.grad, expected)
 
 
 @pytest.mark.usefixtures("process_group")
