@@ -63,10 +63,12 @@ class _FromShards:
     def __call__(self) -> Tensor:
         """Compute it."""
         known_tensor(self.full)  # which checks that nothing was written to it
-        local = known_tensor(self.local)  # and that it was not freed
-        if self.is_own:
-            return self.x.to_local() if self.grad or local is None else local
-        return self.x.full_tensor()
+        x, local = self.x, known_tensor(self.local)  # and that it was not freed
+        if local is not None and not (self.grad and torch.is_grad_enabled()):  # a copy, where FSDP2 freed its memory
+            x = type(x).from_local(
+                local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+            )
+        return x.to_local() if self.is_own else x.full_tensor()
 
     def of_own(self) -> _FromShards:
         """Return the op whose result is the shard, as it was when this one was recorded."""
@@ -90,7 +92,8 @@ def gathered(x: DTensor, grad: bool) -> LazyValue:
         x: of any placements.
         grad: whether it is differentiable.
     """
-    if x.ndim == 2 and any(placement.is_shard(1) for placement in x.placements):  # a transposed head, perhaps
+    is_divided = [any(placement.is_shard(dim) for placement in x.placements) for dim in range(x.ndim)]
+    if is_divided == [False, True]:  # a transposed head, perhaps
         rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are
         out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), [None], None, grad)
         return out

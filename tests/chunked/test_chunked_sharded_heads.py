@@ -5,6 +5,7 @@ Truth is the same program in plain torch, in float64 on the whole vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -320,6 +321,11 @@ def placements_of_everything(folder: Path) -> None:
     plain = given["weight"].clone().requires_grad_()
     (e,) = torch.autograd.grad((given["hidden"] @ plain.t()).square().mean(), [plain])
     torch.testing.assert_close(grad.full_tensor(), e)
+    # So does a head that is divided by its width, too.
+    blocks = init_device_mesh("cpu", (2, 1), mesh_dim_names=("width", "classes"))
+    block = distribute_tensor(given["weight"], blocks, [Shard(1), Shard(0)]).requires_grad_()
+    (grad,) = torch.autograd.grad(program(F.linear(st.chunk(given["hidden"], rows=5), block), given), [block])
+    torch.testing.assert_close(3 * grad.full_tensor(), truth(program, given, False)[2])
 
 
 def test_a_sharded_head_may_come_from_a_plan_or_from_local_parts_and_be_frozen(tmp_path: Path) -> None:
@@ -392,3 +398,23 @@ def test_a_head_that_fsdp_reshards_after_forward_is_gathered_once_more_however_m
             gathers = {kind: n for (kind, size), n in sent.items() if size == own and "gather" in kind}
             assert gathers == {"allgather_base": 2}, sent
             assert sum(n for (kind, _), n in sent.items() if "reduce_scatter" in kind) == 2, sent
+
+
+def evaluated_after_it_was_freed(folder: Path) -> None:
+    """All logits of a head that FSDP2 freed after its forward, in evaluation, where a copy of its part is gathered."""
+    mesh, head = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")), nn.Linear(WIDTH, CLASSES)
+    given, plain = tensors(torch.float32), copy.deepcopy(head)
+    for each in (plain, head):
+        each.load_state_dict({name: given[name] for name in ("weight", "bias")})
+    model = nn.Sequential(parallelize_module(head, mesh["tensor"], ColwiseParallel(output_layouts=Replicate())))
+    for module in (head, model):
+        fully_shard(module, mesh=mesh["data"], reshard_after_forward=True)
+    for grad in (False, True):  # recorded so, and evaluated without
+        with torch.set_grad_enabled(grad):
+            logits = model(st.chunk(given["hidden"], rows=5))
+        with torch.no_grad():
+            torch.testing.assert_close(logits.square().realize(), plain(given["hidden"]).square())
+
+
+def test_a_head_that_fsdp_has_freed_is_gathered_for_all_its_logits_in_evaluation(tmp_path: Path) -> None:
+    on_two_ranks(evaluated_after_it_was_freed, tmp_path)
