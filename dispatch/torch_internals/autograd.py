@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.autograd import grad_mode
 
 from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys, without_modes
 from subtensors.dispatch.torch_internals.requires import requires
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 def reset_grad_accumulator(leaf: torch.Tensor) -> None:
@@ -136,6 +140,31 @@ def is_fsdp_identity_node(function: object) -> bool:
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
 
 
+def _fsdp_modules() -> Iterator[tuple[FSDPModule, list[FSDPParam]]]:
+    """Yield the modules that FSDP2 shards, each with what it holds of each parameter. Checked on 2.13."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        yield (
+            cast("FSDPModule", module),
+            [param for group in groups if group is not None for param in group.fsdp_params],
+        )
+
+
+@requires("torch.distributed._composable_state._module_state_mapping", otherwise=lambda weights: None)
+def free_gathered(params: Iterable[torch.Tensor]) -> None:
+    """Free what FSDP2 has gathered of these parameters, which were written to: the next forward gathers them anew.
+
+    It keeps the root's after a forward, for the backward that frees them, and an evaluation has none. Checked on 2.13.
+    """
+    written = set(map(id, params))
+    for module, own in _fsdp_modules():
+        if any(id(param.sharded_param) in written for param in own):
+            module.reshard()
+
+
 @requires("torch.distributed._composable_state._module_state_mapping", otherwise=lambda weight: None)
 def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
     """Return a weight that FSDP2 has gathered for a forward and freed after it, with its values. Checked on 2.13.
@@ -152,13 +181,9 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
     >>> gathered_again(torch.ones(2)) is None
     True
     """
-    from torch.distributed._composable_state import _module_state_mapping
-
     storage = weight.untyped_storage()
-    for module, reference in list(_module_state_mapping.items()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for param in [param for group in groups if group is not None for param in group.fsdp_params]:
+    for module, params in _fsdp_modules():
+        for param in params:
             unsharded = getattr(param, "_unsharded_param", None)
             if unsharded is None:
                 continue
@@ -167,11 +192,11 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
             if local.untyped_storage() is not storage:
                 continue
             is_copied = not (torch.is_grad_enabled() or storage.nbytes())
-            module.unshard()  # type: ignore[operator]  # a method of FSDPModule, which fully_shard makes of it
+            module.unshard()
             if not is_copied:
                 return weight
             copy = weight.clone()
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
             return copy
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from subtensors.optim.dtensor import distributed_like
 from subtensors.optim.options import PASSES
 from subtensors.optim.versions import States
 
@@ -81,7 +82,6 @@ def restore_gradients(groups: Groups, state: States, was_underway: bool, name: s
     """
     params = [p for group in groups for p in group["params"]]
     saved = {p: state[p].pop(GRADIENT) for p in params if GRADIENT in state.get(p, ())}
-    saved = {p: g for p, g in saved.items() if isinstance(g, Tensor)}  # a checkpoint may have made a {} of it
     if (saved and is_underway(groups)) or was_underway:
         for p in params:
             _set_gradient(p, saved.get(p) if is_underway(groups) else None, in_place)
@@ -106,4 +106,4 @@ def _set_gradient(p: Tensor, gradient: Tensor | None, in_place: bool) -> None:
     if in_place and p.grad is not None:
         p.grad.zero_() if gradient is None else p.grad.copy_(gradient)
     else:
-        p.grad = None if gradient is None else gradient.detach().to(p.device, copy=True)
+        p.grad = None if gradient is None else distributed_like(gradient.detach().to(p.device, copy=True), p)

@@ -16,7 +16,7 @@ from subtensors.dispatch.graphs.guards import are_same, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.torch_internals import memory
-from subtensors.optim.dtensor import LocalShards, Sharding, shard
+from subtensors.optim.dtensor import LocalShards, Sharding, placed_like, shard
 from subtensors.optim.low_bit_state import SCALES, Quantized, StochasticallyRounded
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.versions import Entry
@@ -112,12 +112,14 @@ class Batch:
         """Select the gradients of this batch's parameters from those of the group."""
         if grads.holder is self.params:
             return grads
-        own = grads if self.indices is None else [grads[i] for i in self.indices]
+        own: Sequence[Tensor] = grads if self.indices is None else [grads[i] for i in self.indices]
         if self.shards is not None:
             if self.shards.have_changed():
                 self._last_call = None
             parts = self.shards.of_gradients(own)
             return as_real(map(Tensor.resolve_conj, parts)) if self.kind.is_complex else parts
+        if self.kind.sharding is not None:
+            own = placed_like(own, self.params)
         if self.kind.is_complex:
             return as_real(map(Tensor.resolve_conj, own))
         return TensorColumn(own, like=self.params if self.has_plain_gradients else None)

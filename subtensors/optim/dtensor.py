@@ -15,6 +15,7 @@ from torch import Tensor
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.guards import are_same
 from subtensors.dispatch.torch_internals import ops as ops_internals
+from subtensors.dispatch.torch_internals.autograd import free_gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -62,6 +63,16 @@ def shard(t: Tensor) -> Tensor:
     return t.to_local() if is_sharded(t) else t
 
 
+def placed_like(gradients: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients of DTensors, redistributed where their placements differ from the parameters'."""
+    if ops_internals.have_same_placements(gradients, params):
+        return gradients
+    return [
+        g.redistribute(placements=p.placements) if is_sharded(g) and is_sharded(p) else g
+        for g, p in zip(gradients, params, strict=True)
+    ]
+
+
 def spread_like(local: Tensor, like: Tensor) -> Tensor:
     """Wrap a local shard as a DTensor that is sharded as `like` is; return it unchanged if `like` is no DTensor."""
     if not is_sharded(like):
@@ -76,12 +87,26 @@ def full_tensor(t: Tensor) -> Tensor:
     return t.full_tensor() if is_sharded(t) else t
 
 
-def write_part(t: DTensor, value: Tensor) -> None:
-    """Write this process's part of the full `value` into a DTensor, without communication."""
+def distributed_like(value: Tensor, like: Tensor) -> Tensor:
+    """Distribute a full tensor as a DTensor is, without communication; return it unchanged if `like` is none."""
+    if not is_sharded(like) or is_sharded(value):
+        return value
     from torch.distributed.tensor import distribute_tensor  # imported here: it takes long, and few need it
 
-    part = distribute_tensor(value, t.device_mesh, t.placements, src_data_rank=None)
-    shard(t).copy_(shard(part))
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def write_part(t: DTensor, value: Tensor) -> None:
+    """Write this process's part of the full `value` into a DTensor, without communication."""
+    own, part = shard(t), shard(distributed_like(value, t))
+    if part.data_ptr() != own.data_ptr():  # the full tensor of what every process has is its own memory
+        own.copy_(part)
+
+
+def gather_anew(params: Sequence[Tensor]) -> None:
+    """Free what FSDP2 has gathered of these parameters, if any are DTensors: something else than a step wrote them."""
+    if any(map(is_sharded, params)):
+        free_gathered(params)
 
 
 class LocalShards:
@@ -103,13 +128,8 @@ class LocalShards:
 
     def of_gradients(self, gradients: Sequence[Tensor]) -> TensorColumn:
         """The local shards of these gradients, redistributed where their placements differ from the parameters'."""
-        if not ops_internals.have_same_placements(gradients, self.params):
-            return TensorColumn([_shard_like(g, p) for g, p in zip(gradients, self.params, strict=True)])
+        placed = placed_like(gradients, self.params)
+        if placed is not gradients:
+            return TensorColumn(map(shard, placed))
         parts = ops_internals.local_tensors(gradients)
         return TensorColumn(parts, like=self.own if self._have_plain_gradients else None)
-
-
-def _shard_like(t: Tensor, p: Tensor) -> Tensor:
-    if is_sharded(t) and is_sharded(p) and t.placements != p.placements:
-        t = t.redistribute(placements=p.placements)
-    return shard(t)

@@ -22,6 +22,7 @@ from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
+from subtensors.optim.dtensor import gather_anew
 from subtensors.optim.hyperparameters import OPTIONS, Accepted, never_none, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
@@ -297,13 +298,17 @@ def swapped_averages(state: Mapping[Tensor, Mapping[str, Tensor]]) -> Iterator[N
     averages = {p: entries[AVERAGE] for p, entries in state.items() if AVERAGE in entries}
     if not averages:
         raise ValueError("no parameter has an average: make the optimizer with ema=0.999, say, and take a step")
-    with torch.no_grad():
-        trained = [p.clone() for p in averages]
-        for p, average in averages.items():
-            p.copy_(average)
+    trained = {p: p.detach().clone() for p in averages}
     try:
+        _write(averages)
         yield
     finally:
-        with torch.no_grad():
-            for p, weights in zip(averages, trained, strict=True):
-                p.copy_(weights)
+        _write(trained)
+
+
+@torch.no_grad()
+def _write(values: Mapping[Tensor, Tensor]) -> None:
+    """Write values into parameters."""
+    for p, value in values.items():
+        p.copy_(value)
+    gather_anew([*values])

@@ -24,6 +24,7 @@ from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
 from subtensors.optim.captured_step import CapturableOptimizer
+from subtensors.optim.dtensor import distributed_like
 from subtensors.optim.hyperparameters import OPTIONS, Accepted, check_types, filled_options
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import DEFAULTS, ParamGroup, complete_group
@@ -184,11 +185,13 @@ def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
         if not isinstance(wrapped := state.get(p), _Wrapped):
             continue
         assert isinstance(wrapped.entries, Mapping)
-        missing = set(factory.entries_of(p, needed, group)) - _BESIDE - set(wrapped.entries)
-        if missing and not set(wrapped.entries) <= _BESIDE:
+        # torch.distributed.checkpoint makes a {} of each name of an entry here that a flattened state lacks.
+        saved = {name: value for name, value in wrapped.entries.items() if not isinstance(value, dict)}
+        missing = set(factory.entries_of(p, needed, group)) - _BESIDE - set(saved)
+        if missing and not set(saved) <= _BESIDE:
             name = group.get("param_names", {index: index})[index]
-            raise KeyError(f"the state of parameter {name} has {sorted(wrapped.entries)}, and lacks {sorted(missing)}")
-        entries = {name: value for name, value in wrapped.entries.items() if value is not None}
+            raise KeyError(f"the state of parameter {name} has {sorted(saved)}, and lacks {sorted(missing)}")
+        entries = {name: value for name, value in saved.items() if value is not None}
         state[p] = {name: _loaded(p, name, value, group, factory) for name, value in entries.items()}
         for name in entries:
             convert_entry(state[p], name, low_bit_dtype(name, p, group, factory.declaration.low_bit))
@@ -239,7 +242,7 @@ def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: Sta
     if value.shape != entry.shape:
         raise ValueError(f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected")
     # A new tensor: `initial_value` may return a shared one, or the parameter itself.
-    return torch.empty_like(entry).copy_(value)
+    return torch.empty_like(entry).copy_(distributed_like(value, entry))
 
 
 def _plain(value: object) -> object:

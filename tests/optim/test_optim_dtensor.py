@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +22,7 @@ from process_end import end_of_process
 from python_calls import python_calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import subtensors as st
 from subtensors.dispatch.fused.bound_call import interprets_kernels
@@ -156,6 +158,28 @@ def a_norm_is_that_of_shards_and_of_what_every_process_has() -> None:
         torch.testing.assert_close(whole(ours), whole(theirs))
 
 
+def gradients_may_be_placed_otherwise_than_their_parameters() -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    values = [torch.randn(s, generator=torch.Generator().manual_seed(sum(s))).to(device) for s in [(7, 3), (4, 6)]]
+    weight = (dist.get_rank() + 1) / sum(range(dist.get_world_size() + 1))
+    for make in (st.optim.AdamW, st.optim.LAMB, st.optim.Muon):
+        for places in (Replicate(), Shard(1)):
+            ours = [torch.nn.Parameter(distribute_tensor(v.clone(), mesh, [places])) for v in values]
+            theirs = [torch.nn.Parameter(v.clone()) for v in values]
+            optimizer, other = (make(params, lr=0.05, max_norm=0.1) for params in (ours, theirs))
+            for number in range(STEPS):
+                for i, p in enumerate(theirs):
+                    g = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+                    p.grad = g.to(device)
+                # Part of a sum, as where activations are divided, and divided by rows.
+                ours[0].grad = DTensor.from_local(weight * theirs[0].grad, mesh, [Partial()])
+                ours[1].grad = distribute_tensor(theirs[1].grad, mesh, [Shard(0)])
+                optimizer.step()
+                other.step()
+            atol = 0.005 if make is st.optim.Muon else 1e-6  # its iterations are in bfloat16
+            torch.testing.assert_close(whole(ours), whole(theirs), rtol=0, atol=atol)
+
+
 def masters_and_averages_are_sharded_too() -> None:
     net, plain = sharded(), model()
     net.bfloat16()
@@ -184,24 +208,70 @@ def masters_and_averages_are_sharded_too() -> None:
         torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
 
 
+def weights_that_an_evaluation_gathered_are_gathered_anew() -> None:
+    """FSDP2 keeps the root's weights after a forward, where no backward frees them."""
+
+    def averaged(optimizer: Any) -> Any:
+        return optimizer.averaged_weights()
+
+    @contextmanager
+    def switched(optimizer: Any) -> Iterator[None]:
+        optimizer.eval()
+        yield
+        optimizer.train()
+
+    for name, options, within in (("SGD", {"ema": 0.5}, averaged), ("AdamWScheduleFree", {}, switched)):
+        losses = []
+        for net in (sharded(), model()):
+            optimizer = getattr(st.optim, name)(net.parameters(), lr=0.5, **options)
+            go_on(net, optimizer, range(STEPS))
+            found = []
+            with torch.no_grad():
+                found.append(loss_of(net, 0))
+                with within(optimizer):
+                    found.append(loss_of(net, 0))
+            found.append(loss_of(net, 0).detach())
+            losses.append(found)
+        torch.testing.assert_close(*losses)
+        assert losses[0][0] != losses[0][1]
+
+
 def a_distributed_checkpoint_goes_on(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-    net = sharded()
-    optimizer = st.optim.AdamW(net.parameters(), lr=0.05)
-    go_on(net, optimizer, range(STEPS))
-    weights, state = get_state_dict(net, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    go_on(net, optimizer, range(STEPS, 2 * STEPS))
+    def with_dampening(params: Any) -> st.optim.Optimizer:
+        return st.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5, ema=0.5)
 
-    again = sharded()
-    other = st.optim.AdamW(again.parameters(), lr=0.05)
-    weights, state = get_state_dict(again, other)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-    go_on(again, other, range(STEPS, 2 * STEPS))
-    torch.testing.assert_close(whole(again.parameters()), whole(net.parameters()), rtol=0, atol=0)
+    for make, is_flat in product((st.optim.AdamW, with_dampening), (False, True)):
+        path, options = f"{folder}/{make.__name__}{is_flat}", StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        net = sharded()
+        optimizer = make(net.parameters())
+        go_on(net, optimizer, range(STEPS))
+        weights, state = get_state_dict(net, optimizer, options=options)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+        go_on(net, optimizer, range(STEPS, 2 * STEPS))
+
+        again = sharded()
+        other = make(again.parameters())
+        weights, state = get_state_dict(again, other, options=options)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
+        go_on(again, other, range(STEPS, 2 * STEPS))
+        torch.testing.assert_close(whole(again.parameters()), whole(net.parameters()), rtol=0, atol=0)
+
+
+def a_state_of_one_process_is_loaded_into_shards() -> None:
+    net, plain = sharded(), model()
+    optimizer, other = (st.optim.AdamW(n.parameters(), lr=0.05, accumulate=2) for n in (net, plain))
+    go_on(plain, other, range(3))  # the gradient of the last pass is part of the state
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    for p, value in zip(net.parameters(), plain.parameters(), strict=True):
+        p.data.copy_(distribute_tensor(value.detach(), p.device_mesh, p.placements))
+        assert isinstance(p.grad, DTensor)
+    go_on(net, optimizer, range(3, 6))
+    go_on(plain, other, range(3, 6))
+    torch.testing.assert_close(whole(net.parameters()), whole(plain.parameters()))
 
 
 def wide(mesh: Any = None) -> torch.nn.Sequential:
@@ -291,6 +361,13 @@ def matrices_are_gathered_for_a_step_and_only_for_it() -> None:
         torch.testing.assert_close(whole(states[0]), whole(states[1]))
         if name == "Muon":
             assert all(isinstance(t, DTensor) for t in states[0])
+    # Of one row, whose means every process has: these are gathered by being there.
+    row = torch.randn(1, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    narrow, alone = torch.nn.Parameter(distribute_tensor(row, mesh, [Shard(1)])), torch.nn.Parameter(row.clone())
+    for p in (narrow, alone):
+        stepped([p], st.optim.Adafactor([p]), range(STEPS))
+    torch.testing.assert_close(whole([narrow]), whole([alone]))
 
 
 class Shortened(st.optim.Optimizer):
@@ -346,8 +423,11 @@ def _process(rank: int, backend: str, count: int, folder: str) -> None:
     a_class_of_ones_own_needs_nothing_more()
     sums_over_a_tensor_are_those_of_all_its_shards()
     a_norm_is_that_of_shards_and_of_what_every_process_has()
+    gradients_may_be_placed_otherwise_than_their_parameters()
     masters_and_averages_are_sharded_too()
+    weights_that_an_evaluation_gathered_are_gathered_anew()
     a_distributed_checkpoint_goes_on(f"{folder}/checkpoint")
+    a_state_of_one_process_is_loaded_into_shards()
     state_in_few_bits_is_that_of_each_shard(f"{folder}/few-bits")
     processes_that_repeat_a_shard_agree()
     matrices_are_gathered_for_a_step_and_only_for_it()

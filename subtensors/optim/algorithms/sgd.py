@@ -71,10 +71,11 @@ class SGD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as `torch.optim.SGD` saves it: without counts, and without buffers that no step has written."""
+        is_provisional = self._is_provisional  # asked which entries there will be
         saved = super().state_dict()
         for key, state in saved["state"].items():
             if "step" in state:
-                written = state["step"] > 0
+                written = is_provisional or state["step"] > 0
                 saved["state"][key] = {
                     name: value
                     for name, value in state.items()
