@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -13,30 +13,29 @@ from subtensors.kernels.fused.program import Ref
 
 
 class WriteWatch:
-    """The tensors that some math may write, and which of them it has written since.
+    """The tensors that some math may write, by name, and which of them it has written since.
 
     Example:
         >>> import torch
         >>> x, y = torch.ones(2), torch.ones(2)
-        >>> watch = WriteWatch([x, y])
+        >>> watch = WriteWatch({"x": [x], "y": [y]})
         >>> _ = x.add_(1)
-        >>> [watch.has_written(0), watch.has_written(1)]
-        [True, False]
+        >>> watch.unwritten()
+        ['y']
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._before = list(map(_version, self.tensors))
+    def __init__(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        self.tensors = tensors
+        self._before = {name: list(map(_version, own)) for name, own in tensors.items()}
 
-    def has_written(self, index: int) -> bool:
-        """Return whether a tensor was written; True where no one can tell."""
-        now = _version(self.tensors[index])
-        return now is None or now != self._before[index]
+    def unwritten(self) -> list[str]:
+        """The names of which no tensor was written, as far as writes are counted."""
+        now = {name: list(map(_version, own)) for name, own in self.tensors.items()}
+        return [name for name, versions in now.items() if None not in versions and versions == self._before[name]]
 
-    def drops(self, index: int) -> bool:
-        """Return whether a value that was computed from a tensor, while it is traced, is in none of the tensors."""
-        source = self.tensors[index]
-        first = self._before[index]
+    def drops(self, name: str) -> bool:
+        """Return whether a value computed from the first tensor of a name, while it is traced, is in no tensor."""
+        source, first = self.tensors[name][0], self._before[name][0]
         if not isinstance(source, ProxyTensor) or not isinstance(source.tracer, OpTracer) or first is None:
             return False
         tracer = source.tracer
@@ -46,7 +45,7 @@ class WriteWatch:
         for number, operands in enumerate(reads, offset):
             if operands & derived:
                 derived.add(number)
-        stored = {t.slot.value for t in self.tensors if isinstance(t, ProxyTensor)}
+        stored = {t.slot.value for own in self.tensors.values() for t in own if isinstance(t, ProxyTensor)}
         for number, operands in reversed([*enumerate(reads, offset)]):
             if number in stored:
                 stored |= operands

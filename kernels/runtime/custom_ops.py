@@ -29,7 +29,7 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
         >>> arithmetic_dtype(torch.bfloat16), arithmetic_dtype(torch.float64)
         (torch.float32, torch.float64)
     """
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def min_value(dtype: torch.dtype) -> float:

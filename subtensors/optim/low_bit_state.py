@@ -19,6 +19,7 @@ from subtensors.arguments import shown
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.kernels.fused import blockwise
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.dtensor import shard, spread_like
 from subtensors.optim.options import ParamGroup
 from subtensors.optim.versions import Entry
@@ -44,6 +45,10 @@ class StochasticallyRounded(NamedTuple, Generic[T]):
     """The argument of a step for an entry that is rounded to bfloat16 stochastically."""
 
     stored: T
+
+
+Stored = Tensor | Quantized[Tensor] | StochasticallyRounded[Tensor]
+"""A parameter, master or state entry in the form that it is stored in."""
 
 
 def check_state_dtype(name: str, state_dtype: object, low_bit: Mapping[str, bool]) -> None:
@@ -127,25 +132,27 @@ def _is_signed(codes: Tensor) -> bool:
     return codes.dtype == torch.int8
 
 
-def read(entry: Quantized[Tensor] | StochasticallyRounded[Tensor]) -> Tensor:
-    """The entry in float32, within fused math."""
-    if isinstance(entry, StochasticallyRounded):
-        stored: Tensor = entry.stored
-        return stored.float()
-    value: Tensor = torch.ops.subtensors.dequantize_blockwise(entry.codes, entry.scales, _is_signed(entry.codes))
-    return value
+def read(entry: Stored, must_copy: bool = False) -> Tensor:
+    """The entry in the dtype it is computed in, within fused math; the stored tensor itself unless a copy is needed."""
+    if isinstance(entry, Quantized):
+        value: Tensor = torch.ops.subtensors.dequantize_blockwise(entry.codes, entry.scales, _is_signed(entry.codes))
+        return value
+    stored: Tensor = entry.stored if isinstance(entry, StochasticallyRounded) else entry
+    if (wide := arithmetic_dtype(stored.dtype)) != stored.dtype:
+        return stored.to(wide)
+    return stored.clone() if must_copy else stored
 
 
-def write(entry: Quantized[Tensor] | StochasticallyRounded[Tensor], value: Tensor, found_inf: Tensor | None) -> None:
+def write(entry: Stored, value: Tensor, found_inf: Tensor | None) -> None:
     """Store the new value of the entry, or leave it after an overflow, within fused math."""
     ops = torch.ops.subtensors
-    if isinstance(entry, StochasticallyRounded):
-        rounded = ops.stochastic_round(value)
-        entry.stored.copy_(rounded if found_inf is None else torch.where(found_inf != 0, entry.stored, rounded))
+    if isinstance(entry, Quantized):
+        # What was read from codes is quantized to the same codes again.
+        value = value if found_inf is None else torch.where(found_inf != 0, read(entry), value)
+        scales = ops.blockwise_absmax(value)
+        entry.codes.copy_(ops.quantize_blockwise(value, scales, _is_signed(entry.codes)))
+        entry.scales.copy_(scales)
         return
-    if found_inf is not None:
-        # A value that was read from codes is quantized to the same codes again.
-        value = torch.where(found_inf != 0, read(entry), value)
-    scales = ops.blockwise_absmax(value)
-    entry.codes.copy_(ops.quantize_blockwise(value, scales, _is_signed(entry.codes)))
-    entry.scales.copy_(scales)
+    stored: Tensor = entry.stored if isinstance(entry, StochasticallyRounded) else entry
+    value = value if stored is entry else ops.stochastic_round(value)
+    stored.copy_(value if found_inf is None else torch.where(found_inf != 0, stored, value))

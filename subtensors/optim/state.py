@@ -20,13 +20,14 @@ from subtensors.arguments import shown
 from subtensors.dispatch.fused.torch_executor import joined_parts
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.dtensor import gather_anew
 from subtensors.optim.hyperparameters import OPTIONS, Accepted, never_none, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
-from subtensors.optim.traced_update import SUM_OF_SQUARES, is_narrow
+from subtensors.optim.traced_update import SUM_OF_SQUARES
 from subtensors.optim.versions import States
 from subtensors.static.arena import Arena
 from subtensors.static.static_tensor import static_in_place
@@ -154,7 +155,8 @@ class StateFactory:
         """The entries that a parameter has: its master if it has one, and the needed ones that apply to it."""
         if self.declaration.has_applies_hook:
             needed = tuple([e for e in needed if e == AVERAGE or self.optimizer.applies_to(e, p, group)])
-        return (MASTER, *needed) if group.get("master_weights") and is_narrow(p.dtype) else needed
+        has_master = group.get("master_weights") and arithmetic_dtype(p.dtype) != p.dtype
+        return (MASTER, *needed) if has_master else needed
 
     def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
         """Create the state entries that these parameters lack, together for like parameters without any state."""
@@ -168,7 +170,7 @@ class StateFactory:
                 self.create(p, own, group)
         for (own, _, _), together in alike.items():
             make_room(together, len(own))
-            columns = [self._initial_values(together, name, MASTER in own, group) for name in own]
+            columns = [self._initial_values(together, name, group) for name in own]
             if self.is_static:
                 columns = [list(map(static_in_place, column)) for column in columns]
             for p, *values in zip(together, *columns, strict=True):
@@ -183,7 +185,7 @@ class StateFactory:
         is_new = state.keys() <= {MASTER, AVERAGE}
         for name in entries:
             if state.get(name) is None:
-                state[name] = self.initial_value(p, name, MASTER in entries, group)
+                state[name] = self.initial_value(p, name, group)
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             convert_entry(state, name, low_bit_dtype(name, p, group, self.declaration.low_bit))
@@ -199,17 +201,17 @@ class StateFactory:
         for p in params:
             self.create(p, self.entries_of(p, needed, group), group)
 
-    def initial_value(self, p: Tensor, name: str, has_master: bool, group: ParamGroup) -> Tensor:
+    def initial_value(self, p: Tensor, name: str, group: ParamGroup) -> Tensor:
         """The value of state entry `name` of this parameter before its first step."""
         if name == "step" and name not in self.declaration.initializers:
             return torch.zeros((), device=p.device, dtype=torch.float32)
-        p = p.detach()
-        p = p.float() if has_master else p
+        p, wide = p.detach(), arithmetic_dtype(p.dtype)
         if name == AVERAGE:
-            return p.float() if is_narrow(p.dtype) else p.clone()
+            return p.to(wide, copy=True)
+        p = p.to(wide) if group.get("master_weights") else p
         return p if name == MASTER else self.optimizer.init_state(name, p, group)
 
-    def _initial_values(self, params: list[Tensor], name: str, has_master: bool, group: ParamGroup) -> list[Tensor]:
+    def _initial_values(self, params: list[Tensor], name: str, group: ParamGroup) -> list[Tensor]:
         """The initial values of one entry for each of these parameters, which share a device and dtype."""
         initializer = self.declaration.initializers.get(name)
         if name == "step" and initializer is None:
@@ -217,9 +219,9 @@ class StateFactory:
             return init_together([count] * len(params), count.dtype, are_copies=False)
         is_known = initializer in (torch.zeros_like, torch.clone) and not self.declaration.has_init_hook
         if not is_known and name not in (MASTER, AVERAGE):
-            return [self.initial_value(p, name, has_master, group) for p in params]
+            return [self.initial_value(p, name, group) for p in params]
         dtype = params[0].dtype
-        dtype = torch.float32 if is_narrow(dtype) and (has_master or name == AVERAGE) else dtype
+        dtype = arithmetic_dtype(dtype) if group.get("master_weights") or name == AVERAGE else dtype
         return init_together(params, dtype, are_copies=initializer is not torch.zeros_like)
 
     def _place(self, entry: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low
 from subtensors.optim.options import DEFAULTS, ParamGroup, complete_group
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, needed_entries
 from subtensors.optim.step import accumulates
-from subtensors.optim.traced_update import is_narrow
 from subtensors.optim.versions import Entry, States
 
 SavedState = dict[str, Any]
@@ -237,7 +236,7 @@ def _loaded(p: Tensor, name: str, value: object, group: ParamGroup, factory: Sta
     """A copy of a saved entry in the dtype and on the device of the entry's initial value."""
     if name not in (MASTER, AVERAGE, *factory.declaration.entries):
         return value.to(p.device) if isinstance(value, Tensor) else value
-    entry = factory.initial_value(p, name, bool(group.get("master_weights")) and is_narrow(p.dtype), group)
+    entry = factory.initial_value(p, name, group)
     value = value if isinstance(value, Tensor) else torch.tensor(value, device=entry.device)
     if value.shape != entry.shape:
         raise ValueError(f"state entry {name!r} has shape {tuple(value.shape)}, and {tuple(entry.shape)} is expected")

@@ -190,7 +190,7 @@ class Updater:
         p = torch.ones(2, device="cpu")
         needed, factory = needed_entries(optimizer, group), StateFactory(optimizer)
         entries = [
-            TensorColumn([factory.initial_value(p, e, False, group)]) if e in needed else None
+            TensorColumn([factory.initial_value(p, e, group)]) if e in needed else None
             for e in (*self.declaration.entries, AVERAGE)
         ]
         column, values = TensorColumn([p]), self.values(group, p.device)

@@ -12,7 +12,7 @@ p          <- w                                     where w is its master
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.optim.low_bit_state import Quantized, StochasticallyRounded, read, write
+from subtensors.optim.low_bit_state import Stored, read, write
 from subtensors.optim.options import PASSES
-
-Stored = Tensor | Quantized[Tensor] | StochasticallyRounded[Tensor]
-"""A parameter, master or state entry in the form that it is stored in."""
 
 StepValues = dict[str, Any]
 """The hyperparameters of a step, and the options of `IN_STEP` that are set, by name."""
+
+PARAMETER = ""
+"""The parameter's name beside those of state entries."""
 
 
 def single_tensor_step(cls: type) -> Callable[..., None]:
@@ -55,12 +55,13 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
         if g.layout is not torch.strided:
             raise RuntimeError("a gradient is sparse")  # before anything is written
         targets: tuple[Stored | None, ...] = (p if master is None else master, *entries)
-        values = [None if t is None else _working_tensor(t, must_copy=found_inf is not None) for t in targets]
+        values = [None if t is None else read(t, must_copy=found_inf is not None) for t in targets]
         w, *states, average = values
         assert w is not None
         g, own = prepare_gradient(g.to(w.dtype), grad_scale, maximize, hyperparameters)
         ema = own.pop("ema", None)
-        watch = WriteWatch([w, *(state for state in states if state is not None)])
+        written = zip((PARAMETER, *names), (w, *states), strict=True)
+        watch = WriteWatch({name: [t] for name, t in written if t is not None})
         try:
             update(w, g, *states, **own)
         except AttributeError as error:
@@ -70,18 +71,12 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
                 f"{cls.__name__}.update reads self.{error.name}: it is traced once for the class, so what differs "
                 "between instances or steps must reach it as a keyword-only argument, from the parameter group"
             ) from error
-        refuse_lost_update(cls, watch)
-        present = [name for name, state in zip(names, states, strict=True) if state is not None]
-        refuse_lost_entries(cls, [name for i, name in enumerate(present, 1) if not watch.has_written(i)])
+        refuse_lost_writes(cls, watch)
         if average is not None:
             average.add_((1 - ema) * (w - average))
         for target, value in zip(targets, values, strict=True):
-            if target is None or value is None or value is target:
-                continue
-            if isinstance(target, Quantized | StochasticallyRounded):
+            if target is not None and value is not None and value is not target:
                 write(target, value, found_inf)
-            else:
-                target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
         if master is not None:
             p.copy_(master)
 
@@ -89,19 +84,20 @@ def single_tensor_step(cls: type) -> Callable[..., None]:
     return step
 
 
-def refuse_lost_update(cls: type, watch: WriteWatch) -> None:
-    """Raise RuleError if an update, which is over, wrote nothing, or dropped what it computed for the parameter."""
-    has_written = any(map(watch.has_written, range(len(watch.tensors))))
-    if not has_written or (not watch.has_written(0) and watch.drops(0)):
+def refuse_lost_writes(cls: type, watch: WriteWatch) -> None:
+    """Raise RuleError if an update, which is over, lost what it computed for the parameter or for state.
+
+    It wrote nothing at all, dropped what it computed from the parameter, or assigned to the name of a state entry that
+    it has not written.
+    """
+    unwritten = watch.unwritten()
+    has_written = len(unwritten) < len(watch.tensors)
+    if not has_written or (PARAMETER in unwritten and watch.drops(PARAMETER)):
         raise RuleError(
             f"{cls.__name__}.update {'changes no parameter' if has_written else 'writes nothing'}: what it computes is "
             "lost, since `p = p - lr * g` makes a new tensor, as does a value that it returns\n  instead: write in "
             "place, as in p.sub_(lr * g), p.copy_(p - lr * g) or state.mul_(0.9).add_(g)"
         )
-
-
-def refuse_lost_entries(cls: type, unwritten: Collection[str]) -> None:
-    """Raise RuleError if `update` assigns to the name of a state entry that it has not written."""
     if lost := [name for name in unwritten if name in _assigned_names(cls.update)]:  # type: ignore[attr-defined]  # likewise
         raise RuleError(
             f"{cls.__name__}.update assigns to {lost[0]!r} and never writes it: `{lost[0]} = ...` makes a new tensor, "
@@ -150,25 +146,6 @@ SUM_OF_SQUARES = "gradient_squares"
 """The name of a value of steps that clip: the sum of the squares of all gradients, as they are stored."""
 
 
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Return whether this is a floating-point dtype of less than 32 bits."""
-    return dtype.is_floating_point and dtype.itemsize < 4
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that values stored in this one are computed in."""
-    return torch.float32 if is_narrow(dtype) else dtype
-
-
 def add_decay(x: Tensor, p: Tensor, weight_decay: float | None) -> Tensor:
     """x + weight_decay p; x itself where there is no decay."""
     return x if weight_decay is None else x + weight_decay * p
-
-
-def _working_tensor(stored: Stored, must_copy: bool) -> Tensor:
-    """The tensor that `update` works on: the stored one itself, unless its dtype is narrow or a copy is needed."""
-    if isinstance(stored, Quantized | StochasticallyRounded):
-        return read(stored)
-    if is_narrow(stored.dtype):
-        return stored.float()
-    return stored.clone() if must_copy else stored

@@ -12,6 +12,7 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.row_column_means import reference, row_column_means
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, assign, by_shape
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
@@ -141,7 +142,7 @@ def _means(gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(arithmetic_dtype(x.dtype))
 
 
 @fused

@@ -16,6 +16,7 @@ from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.lists.batched import group_by_shape, stack
 from subtensors.fused.fuse import fused
 from subtensors.kernels.fused.launch import Prelude
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.dtensor import full_tensor, is_sharded, write_part
@@ -23,12 +24,11 @@ from subtensors.optim.optimizer import Optimizer
 from subtensors.optim.options import IN_STEP
 from subtensors.optim.step import StepFunction
 from subtensors.optim.traced_update import (
+    PARAMETER,
     SUM_OF_SQUARES,
     StepValues,
-    compute_dtype,
     prepare_gradient,
-    refuse_lost_entries,
-    refuse_lost_update,
+    refuse_lost_writes,
 )
 
 
@@ -129,7 +129,7 @@ def _gradient(
     p: Tensor, g: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None, maximize: bool, values: StepValues
 ) -> Tensor:
     """The gradient for `update`; zero after an overflow, so that no factorization meets an infinity."""
-    g = g.to(compute_dtype(p.dtype))
+    g = g.to(arithmetic_dtype(p.dtype))
     g, _ = prepare_gradient(g, grad_scale, maximize, values)
     return g if found_inf is None else torch.where(found_inf != 0, 0, g)
 
@@ -224,15 +224,11 @@ class ListStep:
         before = [] if found_inf is None else [x.clone() for x in written]
         # Only the first step looks: there may be a thousand tensors.
         looks = not self._has_written and current_recording() is None
-        watch = WriteWatch([t for x in (weights, *states) if looks and x is not None for t in x.tensors])
-        named = zip(self._cls._declaration.entries, states, strict=True)
-        by_name = {name: WriteWatch(x.tensors) for name, x in named if looks and x is not None}
+        named = zip((PARAMETER, *self._cls._declaration.entries), (weights, *states), strict=True)
+        watch = WriteWatch({name: x.tensors for name, x in named if looks and x is not None})
         self._update(weights, gradients, *states, **hyperparameters)
         if looks:
-            refuse_lost_update(self._cls, watch)
-            refuse_lost_entries(
-                self._cls, [name for name, x in by_name.items() if not any(map(x.has_written, range(len(x.tensors))))]
-            )
+            refuse_lost_writes(self._cls, watch)
             self._has_written = True
         if average is not None:
             _approach(average, weights, ema)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.fused.fuse import fused
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.algorithms.adam import AdamW
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
 from subtensors.optim.options import Options, ParamGroup
-from subtensors.optim.traced_update import compute_dtype, single_tensor_step
+from subtensors.optim.traced_update import single_tensor_step
 
 Coefficients = tuple[float, float, float]
 
@@ -159,7 +160,7 @@ def newton_schulz(x: Tensor, coefficients: Coefficients, steps: int, scale: floa
 @fused
 def _momentum(g: Tensor, m: Tensor, momentum: float, nesterov: bool, eps: float) -> tuple[Tensor, Tensor]:
     """The direction u in bfloat16, and its norm."""
-    wide = compute_dtype(m.dtype)
+    wide = arithmetic_dtype(m.dtype)
     g = g.to(wide)
     m.copy_(m.to(wide).lerp(g, 1 - momentum))
     u = (g.lerp(m.to(wide), momentum) if nesterov else m.to(wide)).to(torch.bfloat16)
@@ -173,7 +174,7 @@ def _divide(x: Tensor, norm: Tensor) -> None:
 
 @fused
 def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
-    w = p.to(compute_dtype(p.dtype))
+    w = p.to(arithmetic_dtype(p.dtype))
     p.copy_(w * (1 - lr * weight_decay) - lr * o.to(w.dtype))
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from subtensors.fused.fuse import fused
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import by_shape
-from subtensors.optim.traced_update import compute_dtype
 
 SIDES = ("left", "right")
 
@@ -40,7 +40,7 @@ def sides_of(p: Tensor, max_size: float) -> tuple[str, ...]:
 def square(p: Tensor, side: str) -> Tensor:
     """Zeros for a matrix over one side of a parameter, in the dtype that its state is computed in."""
     size = matrix_shape(p)[SIDES.index(side)]
-    return torch.zeros(size, size, device=p.device, dtype=compute_dtype(p.dtype))
+    return torch.zeros(size, size, device=p.device, dtype=arithmetic_dtype(p.dtype))
 
 
 def host_count(p: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def as_shaped(x: Any, like: TensorList) -> Any:
 @fused
 def widened(p: Tensor, g: Tensor, weight_decay: float | None) -> Tensor:
     """The gradient in the dtype that state is computed in, with the L2 penalty where there is one."""
-    wide = compute_dtype(p.dtype)
+    wide = arithmetic_dtype(p.dtype)
     g = g.to(wide)
     return g.clone() if weight_decay is None else g + weight_decay * p.to(wide)
 
@@ -96,6 +96,6 @@ def accumulate_moment(moment: Any, side: str, matrices: Any, beta: float, share:
 @fused
 def descend(p: Tensor, direction: Tensor, lr: float, decay: float | None) -> None:
     """p <- p - lr direction, then p <- p - lr decay p."""
-    w = p.to(compute_dtype(p.dtype))
+    w = p.to(arithmetic_dtype(p.dtype))
     w = w - lr * direction.to(w.dtype)
     p.copy_(w if decay is None else w * (1 - lr * decay))
