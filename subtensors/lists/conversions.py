@@ -28,14 +28,14 @@ def _refused(what: str) -> Callable[..., NoReturn]:
 class NoSingleValue:
     """A base class that precedes `torch.Tensor`, and refuses conversions to bool, numbers and arrays."""
 
-    _flats: list[torch.Tensor] | None
+    _packed: object
 
     __hash__ = object.__hash__
     __format__ = object.__format__
 
     def __dir__(self) -> list[str]:
         unreadable = {"volatile", "__cuda_array_interface__"}  # torch's own leaves these out, too
-        return sorted({*object.__dir__(self)} - (unreadable if self._flats else unreadable | {"flats"}))
+        return sorted({*object.__dir__(self)} - (unreadable if self._packed else unreadable | {"flats"}))
 
     __bool__, __int__, __float__ = _refused("truth value"), _refused("int"), _refused("float")
     __complex__, __index__, __array__ = _refused("complex"), _refused("index"), _refused("numpy array")

@@ -76,18 +76,6 @@ class PackedLayout:
         geometry = zip(self.groups, self.shapes, self.strides, self.offsets, strict=True)
         return [flats[g].as_strided(shape, stride, offset) for g, shape, stride, offset in geometry]
 
-    def addresses(self, flats: Sequence[torch.Tensor]) -> list[int]:
-        """Return the address of each element; 0 for an empty one."""
-        bases = [(f.data_ptr(), f.element_size()) for f in flats]
-        return [
-            bases[g][0] + o * bases[g][1] if s.numel() else 0
-            for g, o, s in zip(self.groups, self.offsets, self.shapes, strict=True)
-        ]
-
-    def metadata(self, flats: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
-        """Return the dtype, device and shape of each element."""
-        return [(flats[g].dtype, flats[g].device, shape) for g, shape in zip(self.groups, self.shapes, strict=True)]
-
 
 _layouts: WeakValueDictionary[tuple[Hashable, ...], PackedLayout] = WeakValueDictionary()
 
@@ -96,38 +84,50 @@ def _unique_layout(*fields: object) -> PackedLayout:
     return PackedLayout(*fields).unique()  # type: ignore[arg-type]
 
 
-class ElementAddresses:
-    """The addresses of a packed list's elements: compared in full once, after that by a fast check in C++.
+class Packed:
+    """The flats of a packed list and their layout; its elements are compared in full once, then by a check in C++.
 
     Example:
         >>> import optree
         >>> t = [torch.ones(2), torch.zeros(3)]
-        >>> flats, layout = pack(t, optree.tree_structure([0, 1]))
-        >>> addresses = ElementAddresses(layout, flats)
-        >>> addresses.match(t)
+        >>> packed = pack(t, optree.tree_structure([0, 1]))
+        >>> packed.holds(t)
         True
         >>> t[1].data = torch.zeros(3)
-        >>> addresses.match(t)
+        >>> packed.holds(t)
         False
     """
 
-    any_requires_grad = False
-    """True if an element required grad at the last full check."""
+    any_requires_grad: bool | None = None
+    """Whether an element required grad at the last full check; None before the first one."""
 
-    def __init__(self, layout: PackedLayout, flats: Sequence[torch.Tensor]) -> None:
-        self._layout = layout
-        self._addresses = layout.addresses(flats)
+    def __init__(self, flats: list[torch.Tensor], layout: PackedLayout) -> None:
+        self.flats, self.layout = flats, layout
         self._guards: tuple[AddressSnapshot, LayoutSnapshot] | None = None
 
-    def match(self, elements: Sequence[torch.Tensor]) -> bool:
+    def metadata(self) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+        """Return the dtype, device and shape of each element."""
+        flats = [self.flats[g] for g in self.layout.groups]
+        return [(flat.dtype, flat.device, shape) for flat, shape in zip(flats, self.layout.shapes, strict=True)]
+
+    @cached_property
+    def _addresses(self) -> list[int]:
+        """The address of each element; 0 for an empty one."""
+        flats = [self.flats[g] for g in self.layout.groups]
+        places = zip(flats, self.layout.offsets, self.layout.shapes, strict=True)
+        return [flat.data_ptr() + o * flat.itemsize if shape.numel() else 0 for flat, o, shape in places]
+
+    def holds(self, elements: Sequence[torch.Tensor]) -> bool:
         """Return whether each element is still where it was packed, with the same shape and strides."""
+        if type(self.flats[0]) is not torch.Tensor:
+            return True  # traced tensors have no address, and no one can set their .data
         if self._guards is not None and self._guards[0].matches(elements) and self._guards[1].matches(elements):
             return True
         self._guards = None
         are_in_place = (
             list(map(torch.Tensor.data_ptr, elements)) == self._addresses
-            and tuple(map(torch.Tensor.stride, elements)) == self._layout.strides
-            and tuple([t.shape for t in elements]) == self._layout.shapes
+            and tuple(map(torch.Tensor.stride, elements)) == self.layout.strides
+            and tuple([t.shape for t in elements]) == self.layout.shapes
         )
         if are_in_place:
             self._guards = AddressSnapshot(elements, with_layout=False), LayoutSnapshot(elements)
@@ -135,7 +135,7 @@ class ElementAddresses:
         return are_in_place
 
 
-def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[list[torch.Tensor], PackedLayout]:
+def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> Packed:
     """Move the tensors into one new flat per device and dtype; each becomes a view of its place there.
 
     Raises:
@@ -173,7 +173,7 @@ def pack(tensors: Sequence[torch.Tensor], treespec: optree.PyTreeSpec) -> tuple[
             place.copy_(t)
         for place, t in zip(places, tensors, strict=True):
             t.data = place
-    return flats, layout
+    return Packed(flats, layout)
 
 
 def are_private(tensors: list[torch.Tensor]) -> bool:

@@ -25,7 +25,7 @@ from subtensors.dispatch.torch_internals.dispatcher import is_traced
 from subtensors.lists import compiled_autograd
 from subtensors.lists.conversions import NoSingleValue, describe
 from subtensors.lists.dynamo_metadata import teach_compiler
-from subtensors.lists.packing import ElementAddresses, PackedLayout, are_private, pack
+from subtensors.lists.packing import Packed, PackedLayout, are_private, pack
 from subtensors.lists.tree_structure import Structure, check_elements, flatten_tensors, indexes_each, select_leaves
 
 _log = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ class TensorList(NoSingleValue, torch.Tensor):
 
     treespec: optree.PyTreeSpec
     _elements: list[torch.Tensor] | None
-    _flats: list[torch.Tensor] | None
-    _layout: PackedLayout | None
-    _addresses: ElementAddresses | None
+    _packed: Packed | None
     _aliases: dict[int, torch.Tensor]
     _is_unconnected: bool
     """True for a traced list whose elements require grad, if the list can't be connected to them."""
@@ -93,14 +91,13 @@ class TensorList(NoSingleValue, torch.Tensor):
 
     def stored(self) -> list[torch.Tensor]:
         """The tensors that the list stores: its flats while it is packed, else its elements."""
-        return self.elements() if self._flats is None else self._flats
+        return self.elements() if self._packed is None else self._packed.flats
 
     def elements(self) -> list[torch.Tensor]:
         """The elements, like `tensors`, but without connecting those of a traced list to it in the autograd graph."""
         if self._elements is None:
-            assert self._layout is not None
-            assert self._flats is not None
-            self._elements = self._layout.view(self._flats)
+            assert self._packed is not None
+            self._elements = self._packed.layout.view(self._packed.flats)
         return self._elements
 
     def like(self, tensors: Sequence[torch.Tensor]) -> TensorList:
@@ -160,8 +157,7 @@ class TensorList(NoSingleValue, torch.Tensor):
             True
         """
         if self.arena is None and len(self):
-            self._flats, self._layout = pack(self.tensors, self.treespec)
-            self._addresses = ElementAddresses(self._layout, self._flats)
+            self._packed = pack(self.tensors, self.treespec)
             # Elements that nothing else refers to are dropped; `elements` makes views of the flats when they are read.
             elements, self._elements = self.elements().copy(), None
             self._elements = None if are_private(elements) else elements
@@ -170,29 +166,23 @@ class TensorList(NoSingleValue, torch.Tensor):
     @property
     def arena(self) -> PackedLayout | None:
         """The layout of a packed list; None for an unpacked one, or once an element left it."""
-        if self._layout and self._flats and self._elements and not self._is_in_place(self._layout, self._flats):
+        if self._packed is not None and self._elements and not self._packed.holds(self._elements):
             _log.warning("an element of a packed TensorList was moved; the list is treated as unpacked")
-            self._flats = self._layout = self._addresses = None
-        return self._layout
+            self._packed = None
+        return None if self._packed is None else self._packed.layout
 
     @property
     def flats(self) -> list[torch.Tensor]:
         """The arenas of a packed list, one 1-d tensor per device and dtype; gaps between elements hold no meaning."""
-        if self.arena is None or self._flats is None:
+        if self.arena is None or self._packed is None:
             raise ValueError("this TensorList is not packed; call .pack()")
-        return self._flats
-
-    def _is_in_place(self, layout: PackedLayout, flats: list[torch.Tensor]) -> bool:
-        if type(flats[0]) is not torch.Tensor:
-            return True  # traced tensors have no address, and no one can set their .data
-        self._addresses = ElementAddresses(layout, flats) if self._addresses is None else self._addresses
-        return self._addresses.match(self._elements or [])
+        return self._packed.flats
 
     def any_requires_grad(self) -> bool:
         """Return whether an element requires grad; for a packed list, as of the last full check of its addresses."""
-        if self._layout is not None and self._addresses is not None:
-            return self._addresses.any_requires_grad
-        return any(t.requires_grad for t in self._elements or self._flats or ())
+        if self._packed is not None and self._packed.any_requires_grad is not None:
+            return self._packed.any_requires_grad
+        return any(t.requires_grad for t in self._elements or self.stored())
 
     def __len__(self) -> int:
         return self.treespec.num_leaves
@@ -238,20 +228,19 @@ class TensorList(NoSingleValue, torch.Tensor):
         part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(cast(float, value))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        if self._elements is None and self._layout is not None and self._flats is not None:
-            metadata = self._layout.metadata(self._flats)  # without making the elements
+        if self._elements is None and self._packed is not None:
+            metadata = self._packed.metadata()  # without making the elements
         else:
             metadata = [(t.dtype, t.device, t.shape) for t in self.elements()]
-        return describe(metadata, len(self._flats or ()))
+        return describe(metadata, 0 if self._packed is None else len(self._packed.flats))
 
     __str__ = __repr__
 
     def __copy__(self) -> TensorList:
-        if self._elements is None and self._layout is not None and self._flats is not None:
-            return of_flats(list(self._flats), self._layout)
+        if self._elements is None and self._packed is not None:
+            return of_flats(self._packed.flats, self._packed.layout)
         out = _of_elements(list(self.tensors), self.treespec)
-        if self.arena is not None:
-            out._flats, out._layout, out._addresses = self._flats, self._layout, self._addresses
+        out._packed = None if self.arena is None else self._packed
         return out
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorList:
@@ -262,7 +251,7 @@ class TensorList(NoSingleValue, torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., TensorList], tuple[object, ...]]:
         # Compiled graphs are cached under the pickles of their inputs, so whether the list is packed must show.
-        return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors), self._flats is not None)
+        return _rebuild, (self.treespec.unflatten(range(len(self))), list(self.tensors), self._packed is not None)
 
     @classmethod
     def __torch_function__(
@@ -279,15 +268,15 @@ class TensorList(NoSingleValue, torch.Tensor):
         return TensorList._run_overload(list_call(func, args, kwargs or {}, TensorList))
 
     def __tensor_flatten__(self) -> tuple[list[str], Hashable]:
-        if self._flats is not None and ops.is_asked_for_names_only():
-            return [f"flat_{i}" for i in range(len(self._flats))], None
+        if self._packed is not None and ops.is_asked_for_names_only():
+            return [f"flat_{i}" for i in range(len(self._packed.flats))], None
         layout = self.arena
         is_unconnected = self._is_unconnected or self.any_requires_grad()
         if is_unconnected and not self.is_traced():
             edges = compiled_autograd.join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
             is_unconnected, self._edges = edges is None, edges or self._edges
-        if layout is not None and self._flats is not None:
-            return [f"flat_{i}" for i in range(len(self._flats))], (layout, is_unconnected)
+        if layout is not None:
+            return [f"flat_{i}" for i in range(len(layout.sizes))], (layout, is_unconnected)
         for i in range(len(self)):
             self._untracked_element(i)
         return [f"element_{i}" for i in range(len(self))], (Structure(self.treespec), is_unconnected)
@@ -316,8 +305,8 @@ class TensorList(NoSingleValue, torch.Tensor):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         kind, _, index = name.partition("_")
-        if index.isdigit() and kind == "flat" and self._flats is not None:
-            return self._flats[int(index)]
+        if index.isdigit() and kind == "flat" and self._packed is not None:
+            return self._packed.flats[int(index)]
         if index.isdigit() and kind == "element":
             return self._untracked_element(int(index))
         raise AttributeError(f"'TensorList' object has no attribute {name!r}")
@@ -356,12 +345,12 @@ class TensorList(NoSingleValue, torch.Tensor):
         """A list of the same structure and, if packed, the same layout, that stores other tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             size = self.shape
-        if self._flats is None or self._layout is None:
+        if self._packed is None:
             return _of_elements(tensors, self.treespec, size)
-        return of_flats(tensors, self._layout, size)
+        return of_flats(tensors, self._packed.layout, size)
 
     def _stable_hash_for_caching(self) -> str:
-        structure = self._layout.stable_hash() if self._layout is not None else self.treespec
+        structure = self.treespec if self._packed is None else self._packed.layout.stable_hash()
         return f"{structure} {self._is_unconnected}"
 
 
@@ -379,8 +368,7 @@ def _of_elements(
         out = torch.Tensor._make_wrapper_subclass(
             TensorList, size or (treespec.num_leaves,), dtype=dtype, device=device
         )
-    out.treespec, out._elements = treespec, tensors
-    out._flats = out._layout = out._addresses = None
+    out.treespec, out._elements, out._packed = treespec, tensors, None
     out._aliases, out._is_unconnected, out._edges = {}, False, []
     return out
 
@@ -388,7 +376,7 @@ def _of_elements(
 def of_flats(flats: list[torch.Tensor], layout: PackedLayout, size: Size | None = None) -> TensorList:
     """Make the packed list that stores these flats."""
     out = _of_elements(None, layout.treespec, size, flats[layout.groups[0]])
-    out._flats, out._layout = flats, layout
+    out._packed = Packed(flats, layout)
     return out
 
 

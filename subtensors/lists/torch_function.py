@@ -133,9 +133,8 @@ def _check_same_structure(lists: Sequence[TensorList]) -> None:
 
 
 def _common_layout(lists: Sequence[TensorList]) -> PackedLayout | None:
-    if any(x._layout is not lists[0]._layout for x in lists):
-        return None
-    return lists[0]._layout if all(x.arena is not None for x in lists) else None
+    layout = lists[0].arena
+    return layout if all(x.arena is layout for x in lists) else None
 
 
 def _is_recorded(call: Call) -> bool:
@@ -174,7 +173,7 @@ def _describe_flats(layout: PackedLayout) -> str:
 
 def _run_on_flats(call: Call, layout: PackedLayout) -> PyTree:
     lists = call.lists
-    flats = [x._flats or [] for x in lists]
+    flats = [x.stored() for x in lists]
     results = [call.run(group) for group in zip(*flats, strict=True)]
 
     def wrap(parts: list[torch.Tensor]) -> TensorList:

@@ -64,13 +64,13 @@ class FlatBuffers:
                 "two modules, or leave out packed=True"
             )
         treespec = optree.tree_structure(list(range(len(self.params))))  # type: ignore[arg-type]
-        flats, self._layout = pack(self.params, treespec)
-        self._flats = list(map(static_in_place, flats))
+        packed = pack(self.params, treespec)
+        self._layout, self._flats = packed.layout, list(map(static_in_place, packed.flats))
         views = self._layout.view(self._flats)
         self.separate = [p for p, view in zip(self.params, views, strict=True) if not _share_version(p, view)]
         """Parameters with version counters of their own; the others share those of the flat tensors."""
         del views
-        self._gradient_flats = [static_in_place(torch.zeros_like(flat)) for flat in flats]
+        self._gradient_flats = [static_in_place(torch.zeros_like(flat)) for flat in packed.flats]
         self._ends = [
             self.params[member]
             for flat in range(len(self._flats))
