@@ -113,6 +113,9 @@ class Optimizer(torch.optim.Optimizer):
     # GradScaler then sets `grad_scale` and `found_inf` instead of reading on the host whether to step.
     _step_supports_amp_scaling = True
 
+    _optional_state: ClassVar[Mapping[str, str]] = {}
+    """The state entries that a group needs only where an option is set, and the names of these options."""
+
     _accepted: ClassVar[Accepted | None] = None
     _initializers: ClassVar[Mapping[str, Initializer]] = {}
     _declaration: ClassVar[Declaration]
@@ -169,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):
             entry: a name from `state`, or `step`.
             group: the parameter group, whose options alone decide.
         """
-        return True
+        return entry not in self._optional_state or bool(group[self._optional_state[entry]])
 
     def applies_to(self, entry: str, p: Tensor, group: ParamGroup) -> bool:
         """Return whether this parameter has a state entry that its group needs; `update` is given None if it lacks it.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.options import Options
 from subtensors.optim.traced_update import add_decay
 
 Betas = tuple[float | Tensor, float | Tensor]
@@ -42,6 +42,7 @@ class Adam(Optimizer):
     optional = ("weight_decay",)
     low_bit = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, "max_exp_avg_sq": torch.zeros_like}
+    _optional_state = {"max_exp_avg_sq": "amsgrad"}
 
     def __init__(
         self,
@@ -56,10 +57,6 @@ class Adam(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
-
-    def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """The largest second moment only with amsgrad."""
-        return entry != "max_exp_avg_sq" or bool(group["amsgrad"])
 
     def update(
         self, p, g, step, exp_avg, exp_avg_sq, max_exp_avg_sq, *, lr, betas, eps, weight_decay, decoupled_weight_decay

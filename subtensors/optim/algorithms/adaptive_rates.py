@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import OwnOptions, ParamGroup
+from subtensors.optim.options import OwnOptions
 from subtensors.optim.traced_update import add_decay
 
 
@@ -39,6 +39,7 @@ class RMSprop(Optimizer):
         "momentum_buffer": torch.zeros_like,
         "grad_avg": torch.zeros_like,
     }
+    _optional_state = {"momentum_buffer": "momentum", "grad_avg": "centered"}
 
     def __init__(
         self,
@@ -56,11 +57,6 @@ class RMSprop(Optimizer):
         **options: Unpack[OwnOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
-
-    def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """A buffer only with a momentum, an average of the gradients only when centered."""
-        needs = {"momentum_buffer": "momentum", "grad_avg": "centered"}
-        return entry not in needs or bool(group[needs[entry]])
 
     def update(self, p, g, step, square_avg, momentum_buffer, grad_avg, *, lr, alpha, eps, weight_decay, momentum):
         step.add_(1)

@@ -25,7 +25,7 @@ from subtensors.optim.algorithms.preconditioners import (
 )
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Params
-from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.options import Options
 
 
 class Shampoo(MatrixOptimizer):
@@ -81,6 +81,7 @@ class Shampoo(MatrixOptimizer):
         "square_sum": torch.zeros_like,
         "momentum_buffer": torch.zeros_like,
     }
+    _optional_state = {"momentum_buffer": "momentum"}
 
     def __init__(
         self,
@@ -96,10 +97,6 @@ class Shampoo(MatrixOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
-
-    def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """A buffer only with a momentum."""
-        return entry != "momentum_buffer" or group["momentum"] != 0
 
     def applies_to(self, entry: str, p: Tensor, group: dict[str, Any]) -> bool:
         """Moments and roots of the sides that are preconditioned; a diagonal where none is."""

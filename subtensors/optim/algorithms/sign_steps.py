@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, ParamGroup
+from subtensors.optim.options import Options
 from subtensors.optim.traced_update import add_decay
 
 
@@ -64,6 +64,7 @@ class SignSGD(Optimizer):
     _accepted = Accepted()
     optional = ("weight_decay",)
     state = {"momentum_buffer": torch.zeros_like}
+    _optional_state = {"momentum_buffer": "momentum"}
 
     def __init__(
         self,
@@ -74,10 +75,6 @@ class SignSGD(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
-
-    def needs_state(self, entry: str, group: ParamGroup) -> bool:
-        """A buffer only with a momentum."""
-        return bool(group["momentum"] != 0)
 
     def update(self, p, g, momentum_buffer, *, lr, momentum, weight_decay):
         if momentum_buffer is not None:
