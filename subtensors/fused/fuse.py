@@ -19,7 +19,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
 from subtensors.fused.custom_ops import functions
 from subtensors.kernels.fused.launch import Tiling
-from subtensors.lists.tensor_list import TensorList
+from subtensors.lists.tensor_list import TensorList, list_of
 from subtensors.lists.tree_structure import first_difference
 
 P = ParamSpec("P")
@@ -50,7 +50,9 @@ class Fused(Generic[P, R]):
             return self.function(*args, **kwargs)  # the math of another fused function, which is traced
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
-        return optree.tree_map(lambda leaf: _column_to_list(leaf, lists), result, none_is_leaf=True)  # type: ignore[return-value]
+        return optree.tree_map(  # type: ignore[return-value]
+            lambda leaf: list_of(leaf, lists) if isinstance(leaf, TensorColumn) else leaf, result, none_is_leaf=True
+        )
 
     def __repr__(self) -> str:
         traced = "once" if self.traces == 1 else f"{self.traces} times"
@@ -200,13 +202,3 @@ def _lists_to_columns(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
     except RecursionError:
         raise ValueError(f"{name}: an argument is a container that holds itself") from None
     return *columns, lists
-
-
-def _column_to_list(leaf: PyTree, lists: list[TensorList]) -> PyTree:
-    """A list for `TensorColumn`: one of `lists` if it holds these tensors."""
-    if not isinstance(leaf, TensorColumn):
-        return leaf
-    for known in lists:
-        if all(a is b for a, b in zip(leaf, known.tensors, strict=True)):
-            return known
-    return lists[0].like(leaf)

@@ -373,6 +373,14 @@ def _of_elements(
     return out
 
 
+def list_of(tensors: Sequence[torch.Tensor], lists: Sequence[TensorList]) -> TensorList:
+    """The one of these lists that holds these tensors, or a list like the first one where none does."""
+    for known in lists:
+        if all(a is b for a, b in zip(tensors, known.tensors, strict=True)):
+            return known
+    return lists[0].like(tensors)
+
+
 def of_flats(flats: list[torch.Tensor], layout: PackedLayout, size: Size | None = None) -> TensorList:
     """Make the packed list that stores these flats."""
     out = _of_elements(None, layout.treespec, size, flats[layout.groups[0]])

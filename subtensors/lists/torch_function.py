@@ -44,7 +44,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_module_tracker_hook
 from subtensors.dispatch.torch_internals.ops import is_exporting
 from subtensors.lists.packing import PackedLayout
-from subtensors.lists.tensor_list import TensorList, of_flats
+from subtensors.lists.tensor_list import TensorList, list_of, of_flats
 from subtensors.lists.tree_structure import first_difference, leaf_name
 
 Call: TypeAlias = ListCall[TensorList]
@@ -89,7 +89,8 @@ def plan(call: Call) -> ListPlan:
     if not len(lists[0]):
         return ListPlan(lambda: "nothing to do: the list is empty", lambda: _empty_result(call))
     if (layout := _common_layout(lists)) is not None and _can_run_on_flats(call, layout):
-        return ListPlan(lambda: _describe_flats(layout), lambda: _run_on_flats(call, layout))
+        groups = counted(len(layout.sizes), "group")
+        return ListPlan(lambda: f"on the packed flats ({groups})", lambda: _run_on_flats(call, layout))
     if _is_recorded(call):
         # The elements of a foreach or batched call share a graph node, and one's backward would free all.
         return ListPlan(lambda: "mapped element by element", lambda: _map(call))
@@ -166,11 +167,6 @@ def _plain_operands_allow_flats(call: Call, layout: PackedLayout) -> bool:
     return all(t.dim() == 0 and not t.requires_grad for t in plain)
 
 
-def _describe_flats(layout: PackedLayout) -> str:
-    count = len(layout.sizes)
-    return f"on the packed flats ({counted(count, 'group')})"
-
-
 def _run_on_flats(call: Call, layout: PackedLayout) -> PyTree:
     lists = call.lists
     flats = [x.stored() for x in lists]
@@ -213,14 +209,7 @@ RULES.register(OpClass.POINTWISE, OpClass.REDUCTION)(_map)
 
 def _gather_lists(results: list[PyTree], lists: Sequence[TensorList]) -> PyTree:
     """Gather the results of the elements into lists; results that are an argument's elements give that argument."""
-
-    def wrap(tensors: list[torch.Tensor]) -> TensorList:
-        for x in lists:
-            if all(a is b for a, b in zip(tensors, x.tensors, strict=True)):
-                return x
-        return lists[0].like(tensors)
-
-    return gather(results, wrap)
+    return gather(results, lambda tensors: list_of(tensors, lists))
 
 
 _RETURN_NO_TENSOR = frozenset(
