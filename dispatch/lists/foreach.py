@@ -153,7 +153,9 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
                 return None
     if target.in_place and any(s[0][1].type != "cpu" for s in distinct) and _repeats_memory(lists[0]):
         return None
-    if target.in_place and (any(map(torch.Tensor.is_neg, lists[0])) or any(map(torch.Tensor.is_conj, lists[0]))):
+    may_be_conjugated = any(signature[0][0].is_complex for signature in distinct)
+    lazy = (torch.Tensor.is_neg, torch.Tensor.is_conj) if may_be_conjugated else (torch.Tensor.is_neg,)
+    if target.in_place and any(any(map(is_lazy, lists[0])) for is_lazy in lazy):
         return None  # torch's foreach overloads don't write to views that are negated or conjugated
     groups = None
     if len(distinct) > 1:
