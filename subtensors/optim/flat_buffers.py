@@ -71,50 +71,42 @@ class FlatBuffers:
         """Parameters with version counters of their own; the others share those of the flat tensors."""
         del views
         self._gradient_flats = [static_in_place(torch.zeros_like(flat)) for flat in packed.flats]
-        self._ends = [
-            self.params[member]
-            for flat in range(len(self._flats))
-            if (members := [i for i, group in enumerate(self._layout.groups) if group == flat])
-            for member in (members[0], members[-1])
-        ]
-        self._sharers = memory.StorageUseCounts(self._flats)
-        self._gradient_sharers = memory.StorageUseCounts(self._gradient_flats)
-        self.addresses = _addresses(self.params)
-        self._end_addresses = _addresses(self._ends)
+        self._are_few = len(self.params) <= CHECK_EACH_LIMIT
+        members = [[i for i, own in enumerate(self._layout.groups) if own == flat] for flat in range(len(self._flats))]
+        ends = [self.params[i] for own in members for i in (own[0], own[-1])]
+        self._checked = self.params if self._are_few else ends
+        """The parameters that a fast check looks at one by one: all of few, else the ends of each flat tensor."""
+        self._sharers = memory.StorageUseCounts([*self._flats, *self._gradient_flats])
+        self.addresses = list(map(Tensor.data_ptr, self.params))
         for t in self.params:
             torch._dynamo.mark_static_address(t, guard=False)
         self._version = Version()
-        self._are_few = len(self.params) <= CHECK_EACH_LIMIT
         if not self._are_few:
             watch(self.params, self._version)
         self.attach()
         self.remember()
 
+    @torch.no_grad()
     def attach(self) -> None:
         """Make each gradient a view of the flat one, with the value it has; zero for a parameter that has none."""
-        self.gradient_addresses = self._attach()
-        self._gradient_guard = AddressSnapshot(list(map(_gradient, self.params)) if self._are_few else [])
-        self._gradient_ends = list(map(_gradient, self._ends))
-
-    @torch.no_grad()
-    def _attach(self) -> list[int]:
         views = self._layout.view(self._gradient_flats)
         for p, view in zip(self.params, views, strict=True):
             if p.grad is None:
                 p.grad = view.zero_()
             elif p.grad.data_ptr() != view.data_ptr() or p.grad.stride() != view.stride():
                 p.grad = view.copy_(p.grad)
-        return [view.data_ptr() for view in views]
+        self.gradient_addresses = [view.data_ptr() for view in views]
 
     def remember(self) -> None:
-        """Record the current sharers of the flat memory as the expected ones, after a full check found no change."""
+        """Record what a fast check compares as it is now, after a full check found no change."""
         self.unwatch_gradients()
         if not self._are_few:
             watch(map(_gradient, self.params), self._version)
-        self._guard = AddressSnapshot(self.params if self._are_few else [])
+        self._gradients = list(map(_gradient, self._checked))
+        self._guard = AddressSnapshot(self._checked, with_layout=self._are_few)
+        self._gradient_guard = AddressSnapshot(self._gradients)
         self._stamp = self._version.stamp
         self._counts = self._sharers.counts()
-        self._gradient_counts = self._gradient_sharers.counts()
 
     def unwatch_gradients(self) -> None:
         """Give the gradients their plain class back: one that replaces them is plain, and a step tells types apart."""
@@ -122,24 +114,15 @@ class FlatBuffers:
 
     def is_intact(self) -> bool:
         """Return whether a fast check finds all parameters and gradients in their packed places."""
-        return (
-            self._sharers.counts() == self._counts
-            and _addresses(self._ends) == self._end_addresses
-            and self._has_packed_gradients()
-            and (not self._are_few or self._guard.matches(self.params))
-        )
+        return self._has_packed_gradients() and self._guard.matches(self._checked)
 
     def _has_packed_gradients(self) -> bool:
         return (
             self._version.stamp is self._stamp
-            and self._gradient_sharers.counts() == self._gradient_counts
-            and all(map(is_, map(_gradient, self._ends), self._gradient_ends))
-            and (not self._are_few or self._has_every_gradient())
+            and self._sharers.counts() == self._counts
+            and all(map(is_, map(_gradient, self._checked), self._gradients))
+            and (not self._are_few or self._gradient_guard.matches(self._gradients))
         )
-
-    def _has_every_gradient(self) -> bool:
-        gradients = list(map(_gradient, self.params))
-        return not any(g is None for g in gradients) and self._gradient_guard.matches(gradients)
 
     def check(self) -> None:
         """Check the address of every parameter.
@@ -181,10 +164,6 @@ class FlatBuffers:
 
 
 _gradient = attrgetter("grad")
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
 
 
 def _share_version(p: Tensor, view: Tensor) -> bool:
