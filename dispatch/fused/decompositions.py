@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype, define
 
 aten = torch.ops.aten
 
@@ -103,10 +103,10 @@ EXPANSIONS: dict[OpOverload, Callable[..., Tensor]] = {
 }
 """Overload -> the same math in simpler ops."""
 
-# The number of elements of the tensor, as a number per tensor: the one fact about its shape that math may use.
-torch.library.define("subtensors::numel", "(Tensor x) -> Tensor")
 
-
-@torch.library.impl("subtensors::numel", "CompositeExplicitAutograd")
 def _numel(x: Tensor) -> Tensor:
     return torch.scalar_tensor(x.numel(), dtype=torch.int64, device=x.device)
+
+
+# The number of elements of the tensor, as a number per tensor: the one fact about its shape that math may use.
+define("numel", "Tensor x", "Tensor", _numel, _numel)

@@ -111,18 +111,17 @@ class GradNormGrid(Workspaces[tuple[Tensor, Tensor]]):
 
         The table and the workspace are as for `launch.Grid`, which alone reads the other arguments.
         """
+        self.run((None,) * 7, table, workspace)
+
+    def run(self, following: Sequence[object], table: int, workspace: int | None, **options: object) -> None:
+        """Compute the sum, and after it what the kernel's arguments `next_...` to `LANES` say, as one launch."""
         from subtensors.kernels.fused.squares_kernel import grad_norm
 
-        nothing = (None,) * 7
         with launching_on(self.device):
-            own = self.workspace(workspace)
-            grad_norm[(self.programs,)](*self.arguments(table, own), *nothing, *self.constants, num_warps=WARPS)
-
-    def arguments(self, table: int, workspace: tuple[Tensor, Tensor]) -> tuple[int, ...]:
-        """The first arguments of the kernel, whose caller keeps the workspace until the launch."""
-        partials, counter = workspace
-        addresses = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
-        return (table, *addresses, self.count, len(self.chunks))
+            partials, counter = self.workspace(workspace)
+            own = [t.data_ptr() for t in (self.chunks, partials, counter, self.total)]
+            counts = self.count, len(self.chunks)
+            grad_norm[(self.programs,)](table, *own, *counts, *following, *self.constants, num_warps=WARPS, **options)
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,9 @@ class FusedGradNorm:
 
         The addresses are those of the kernel's arguments (`segment_writer.ARGUMENTS`).
         """
-        from subtensors.kernels.fused.squares_kernel import grad_norm
-
-        with launching_on(self.sweep.device):
-            own = self.sweep.workspace(self.workspace)
-            grad_norm[(self.sweep.programs,)](
-                *self.sweep.arguments(self._address, own),
-                *(table, scalars, slots, seed, count, kernel.lanes, LANES),
-                *self.sweep.constants,
-                num_warps=WARPS,
-                **({"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}),
-            )
+        options = {"enable_reflect_ftz": False} if self.sweep.device.type == "cuda" else {}
+        following = table, scalars, slots, seed, count, kernel.lanes, LANES
+        self.sweep.run(following, self._address, self.workspace, **options)
 
     @property
     def _address(self) -> int:

@@ -114,6 +114,11 @@ _SHARED: dict[str, Template] = {
     "clamp_max": lambda x, high: _clamp(x, ABSENT, high),
     "relu": lambda x: _clamp(x, Text("0", 0)),
     "abs": _format("tl.abs({0})"),
+    "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
+    "isnan": _format("({0} != {0})"),
+    "div": _divide,
+    "floor_divide": _call("floor_divide"),
+    "remainder": _call("remainder"),
     "where": _format("tl.where({0}, {1}, {2})"),
     "masked_fill": _format("tl.where({1}, {2}, {0})"),
     "addcmul": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'({a} * {b})', value)})",
@@ -131,7 +136,6 @@ _SHARED: dict[str, Template] = {
 }
 
 _FLOAT: dict[str, Template] = {
-    "div": _divide,
     "reciprocal": lambda x: f"div(1.0, {x})",
     "addcdiv": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'div({a}, {b})', value)})",
     # Torch's two-sided form, exact at both ends.
@@ -142,11 +146,7 @@ _FLOAT: dict[str, Template] = {
     "sigmoid": _format("div(1.0, 1.0 + libdevice.exp(-{0}))"),
     "round": _libdevice("nearbyint"),
     "frac": _format("({0} - libdevice.trunc({0}))"),
-    "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
-    "isnan": _format("({0} != {0})"),
     "isinf": _format("(tl.abs({0}) == float('inf'))"),
-    "floor_divide": _call("floor_divide"),
-    "remainder": _call("remainder"),
     "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, FULL, BLOCK)",
     "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
@@ -159,12 +159,8 @@ _FLOAT: dict[str, Template] = {
 }
 
 _INTEGER: dict[str, Template] = {
-    "div": _divide,
-    "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
-    **dict.fromkeys(("isnan", "isinf"), _format("({0} != {0})")),
+    "isinf": _format("({0} != {0})"),
     **dict.fromkeys(("ceil", "floor", "round", "trunc"), _format("{0}")),
-    "floor_divide": _call("floor_divide"),
-    "remainder": _call("remainder"),
     "fmod": _format("({0} % {1})"),
     "bitwise_not": _format("(~{0})"),
     "pow": lambda base, exponent: _SPECIAL_POWERS[exponent.literal].format(base),

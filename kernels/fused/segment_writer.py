@@ -130,10 +130,8 @@ class SegmentWriter:
 
     def compute_register(self, step: Instruction) -> torch.dtype:
         """The dtype in which an instruction is computed."""
-        dtype = register(step.compute, step.shape)
-        if step.is_reduction:
-            dtype = register(step.compute, Shape.PER_ELEMENT)
-        return torch.int8 if dtype == torch.bool and not step.name.startswith("logical_") else dtype
+        dtype = register(step.compute, Shape.PER_ELEMENT if step.is_reduction else step.shape)
+        return dtype if step.name.startswith("logical_") else arithmetic(dtype)
 
     def operand(self, step: Instruction, position: int, operand: Operand, compute: torch.dtype) -> Text:
         """An operand of an instruction, converted to the dtype of the computation."""
@@ -182,18 +180,16 @@ class SegmentWriter:
 
     def in_memory(self, index: int, dtype: torch.dtype) -> str:
         """Value `index` as the bits memory of `dtype` holds."""
-        return cast(f"v{index}", self.register(index), torch.int8 if dtype == torch.bool else dtype)
+        return cast(f"v{index}", self.register(index), arithmetic(dtype))
 
     def pointer(self, parameter: int) -> str:
         """The address of a parameter's part of this tensor."""
-        dtype = self.program.parameters[parameter].dtype
-        kind = "tl.int8" if dtype == torch.bool else TRITON_TYPES[dtype]
+        kind = TRITON_TYPES[arithmetic(self.program.parameters[parameter].dtype)]
         return f"tl.load(table + {POINTERS + parameter} * N + tensor{self.MASK}).to(tl.pointer_type({kind}))"
 
     def loaded(self, text: str, parameter: int, index: int) -> str:
         """Return the expression `text`, loaded from a parameter's memory, in the register dtype of a value."""
-        dtype = self.program.parameters[parameter].dtype
-        return cast(text, torch.int8 if dtype == torch.bool else dtype, self.register(index))
+        return cast(text, arithmetic(self.program.parameters[parameter].dtype), self.register(index))
 
 
 _FREE = frozenset({"_to_copy", "convert_element_type", "clone"})
@@ -215,7 +211,7 @@ def function_source(name: str, arguments: str, body: list[str], kernel: bool = F
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers of this dtype are computed in: int8 for booleans."""
+    """The dtype that numbers of this dtype have in memory and in arithmetic: int8 for booleans."""
     return torch.int8 if dtype == torch.bool else dtype
 
 

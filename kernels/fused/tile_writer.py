@@ -71,8 +71,7 @@ class TileWriter(SegmentWriter):
             text = self.in_memory(value, self.value(value).dtype)
             start = self.aligned(f"out{number} + offset", self.value(value).dtype)
             body.append(f"store_tile({start}, lane, inside, {text}, FULL)")
-        for slot, value in self.segment.reductions.items():
-            body.append(f"r{slot} = {self.contribution(value)}")
+        body += [f"r{slot} = {self.contribution(step)}" for slot, step in self.reductions()]
         body.append(f"return {self.names('r') or 'tile'}")
         kernel = [*(self.sweep() if self.segment.reductions else self.tile())]
         more = ", ROUNDS: tl.constexpr" if self.segment.reductions else ""
@@ -113,26 +112,23 @@ class TileWriter(SegmentWriter):
     def sweep(self) -> Iterator[str]:
         """The kernel of a segment with reductions: a program folds the tiles of a chunk, the last one combines all."""
         yield from self.entry("chunk")
-        for slot, value in self.segment.reductions.items():
-            step = self.reduction(value)
+        for slot, step in self.reductions():
             kind = self.compute_register(step)
             yield f"r{slot} = tl.full([BLOCK], {identity(step.name, kind)}, {TRITON_TYPES[kind]})"
         yield "tiles_left = tl.cdiv(size, BLOCK) - chunk * ROUNDS"
         yield "for number in range(tl.minimum(tiles_left, ROUNDS).to(tl.int32)):"
         yield "    tile = chunk * ROUNDS + number"
         yield from (f"    {line}" for line in self.one_tile(self.names("more")))
-        for slot, value in self.segment.reductions.items():
-            yield f"    r{slot} = fold(r{slot}, more{slot}, {self.reduction(value).name!r})"
+        for slot, step in self.reductions():
+            yield f"    r{slot} = fold(r{slot}, more{slot}, {step.name!r})"
         yield f"first = tl.load(table + {FIRST_CHUNK} * N + tensor)"
         yield "count = tl.maximum(tl.cdiv(size, ROUNDS * BLOCK), 1)"
-        for order, (slot, value) in enumerate(self.segment.reductions.items()):
-            step = self.reduction(value)
+        for order, (slot, step) in enumerate(self.reductions()):
             rule = template(step.name, step.compute)
             assert rule is not None
             yield f"tl.store(partials + {order} * T + first + chunk, to_bits({rule(f'r{slot}')}))"
         yield "if is_last_arrival(counters, tensor, count):"
-        for order, (slot, value) in enumerate(self.segment.reductions.items()):
-            step = self.reduction(value)
+        for order, (slot, step) in enumerate(self.reductions()):
             is_float = self.compute_register(step) in FLOATS
             neutral = identity(step.name, torch.float64 if is_float else torch.int64)
             yield (
@@ -140,15 +136,13 @@ class TileWriter(SegmentWriter):
                 f"{neutral}, {step.name!r}, {is_float}, BLOCK)"
             )
 
-    def reduction(self, value: int) -> Instruction:
-        """The reduction instruction of this value."""
-        step = self.value(value)
-        assert isinstance(step, Instruction)
-        return step
+    def reductions(self) -> list[tuple[int, Instruction]]:
+        """The slot of each reduction, and its instruction."""
+        steps = [(slot, self.value(value)) for slot, value in self.segment.reductions.items()]
+        return [(slot, step) for slot, step in steps if isinstance(step, Instruction)]
 
-    def contribution(self, value: int) -> str:
+    def contribution(self, step: Instruction) -> str:
         """Return the expression of each lane's contribution to a reduction."""
-        step = self.reduction(value)
         kind = self.compute_register(step)
         operand = self.operand(step, 0, step.args[0], kind)
         return f"({operand} if FULL else tl.where(inside, {operand}, {identity(step.name, kind)}))"
