@@ -234,21 +234,24 @@ class OpTracer(TorchDispatchMode):
             )
 
     def _check_kernel(self, func: OpOverload, arguments: list[PyTree]) -> None:
-        """Refuse integers where torch has no kernel for them, though a decomposition would return a result."""
-        integral = INTEGERS | {torch.bool}
-        if func.namespace != "aten" or not any(isinstance(a, ProxyTensor) and a.dtype in integral for a in arguments):
+        """Refuse integers and booleans where torch does, though a formula or a decomposition would return a result."""
+        kinds: set[object] = {a.dtype for a in arguments if isinstance(a, ProxyTensor)}
+        kinds |= {type(a) for a, s in zip(arguments, func._schema.arguments, strict=True) if type(s.type) in _OPERANDS}
+        if func.namespace != "aten" or not kinds & {*INTEGERS, torch.bool, bool}:
             return
-        values = [
-            torch.ones(self.shapes[a.value_shape], dtype=a.dtype) if isinstance(a, ProxyTensor) else self._meta(a)
-            for a in arguments
-        ]
-        positional, keywords = call_form(func, values)
-        try:
-            func(*positional, **keywords)
-        except NotImplementedError:
-            raise
-        except RuntimeError:
-            pass  # the error is about these values, not the dtype
+        for number in (1, 100):
+            values = [self._meta(a) for a in arguments]
+            for i, a in enumerate(arguments):
+                if isinstance(a, ProxyTensor):
+                    values[i] = torch.full(self.shapes[a.value_shape], number, dtype=a.dtype)
+            positional, keywords = call_form(func, values)
+            try:
+                func(*positional, **keywords)
+            except RuntimeError:
+                if number == 100:  # not about the values, of which another one is refused too
+                    raise
+            else:
+                return
 
     def _emit(self, instruction: Instruction) -> ProxyTensor:
         source = instruction.args[0] if instruction.args else None
@@ -347,6 +350,8 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.view_as.default}
 _TO = torch.ops.prims.convert_element_type.default
 _CONVERSIONS = {aten._to_copy.default, _TO}
 _MOVES = {aten.copy_.default, aten.fill_.Tensor}
+_OPERANDS = {torch.TensorType, torch.NumberType}
+"""The types of arguments that are numbers to compute with, rather than options."""
 
 
 def _schema_order(func: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> list[PyTree]:

@@ -277,6 +277,31 @@ def test_integers_beside_numbers_beyond_their_range_equal_torch(
         check(lowering, function, TensorColumn([special_values(dtype)]), number)
 
 
+REFUSED: list[tuple[Callable[..., object], torch.dtype, torch.dtype]] = [
+    (lambda x, y: x - y, torch.float32, torch.bool),
+    (lambda x, y: y - x, torch.int64, torch.bool),
+    (lambda x, y: x.sub_(y), torch.bfloat16, torch.bool),
+    (lambda x, y: x - True, torch.float32, torch.float32),
+    (lambda x, y: True - x, torch.uint8, torch.uint8),
+    (lambda x, y: torch.rsub(y, x, alpha=2), torch.float32, torch.bool),
+    (lambda x, y: torch.relu(y), torch.float32, torch.bool),
+    (lambda x, y: torch.addcdiv(x, y, y), torch.float32, torch.int32),
+]
+
+
+@each_lowering
+@pytest.mark.parametrize(("function", "first", "second"), REFUSED)
+def test_integers_and_booleans_that_torch_refuses_are_refused(
+    lowering: Lowering, function: Callable[..., object], first: torch.dtype, second: torch.dtype
+) -> None:
+    x, y = torch.ones(3, dtype=first), torch.ones(3, dtype=second)
+    with pytest.raises(RuntimeError) as of_torch:
+        function(x, y)
+    x, y = x.to(lowering.device), y.to(lowering.device)
+    with lowering.running(), pytest.raises(RuntimeError, match=str(of_torch.value)[:30]):
+        FusedFunction(function)(TensorColumn([x]), TensorColumn([y]))
+
+
 @pytest.mark.parametrize(("lowering", "names", "dtype"), cases(BINARY))
 def test_formulas_of_two_operands_equal_torch(lowering: Lowering, names: list[str], dtype: torch.dtype) -> None:
     function, (a, b) = together(BINARY, names), all_pairs(dtype, dtype)
