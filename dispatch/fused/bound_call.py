@@ -8,6 +8,7 @@ of the same signature compares only these (`CachedLaunch`), and skips the other 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -154,10 +155,8 @@ class FusedCall:
 
     def without_values(self) -> FusedCall:
         """The same call with None in place of tensors and numbers, so that a plan may keep it."""
-        bare = object.__new__(FusedCall)
-        bare.signature, bare.key, bare.count, bare.statics = self.signature, self.key, self.count, self.statics
-        bare.launches = LaunchCache()
-        bare.leaves = list(self.leaves)
+        bare = copy.copy(self)
+        bare.launches, bare.leaves = LaunchCache(), list(self.leaves)
         for position in (*self.signature.tensors, *self.signature.numbers):
             bare.leaves[position] = None
         return bare

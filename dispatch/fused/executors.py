@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import optree
 import torch
@@ -89,7 +89,7 @@ class Executor:
         raise NotImplementedError
 
     def explain(self, columns: Columns) -> str:
-        """Describe what runs on these tensors; where they overlap in memory, that may be another way."""
+        """Describe what runs on these tensors."""
         return self.describe()
 
 
@@ -120,7 +120,7 @@ def result_leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Ten
             return None
         return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
 
-    return [column(leaf) for leaf in optree.tree_leaves(trace.results, none_is_leaf=True)]
+    return list(map(column, trace.results))
 
 
 @dataclass
@@ -131,13 +131,15 @@ class ExecutionPlan:
     groups: list[tuple[list[int], Executor]]
     """The indices of the elements of each group, and their executor."""
     fallback: EagerExecutor
-    """The executor that runs instead, element by element, when several groups share memory that is written."""
+    """The executor that runs instead, element by element, where memory that is written overlaps other memory."""
     strided: list[int]
     """The indices of the elements that are plain strided tensors, whose memory is known."""
+    notes: list[str]
+    """The lines to log once the groups have run: an error of the user's comes without it."""
+    fallback_notes: list[str]
+    """Those to log once the fallback has run."""
     is_compiled: bool = False
     """True once its kernels were compiled."""
-    notes: list[str] = field(default_factory=list)
-    """The lines to log once the plan has run: an error of the user's comes without it."""
 
     def __post_init__(self) -> None:
         self.executor = self.groups[0][1] if len(self.groups) == 1 else None
@@ -145,8 +147,10 @@ class ExecutionPlan:
         traces = [executor.trace for _, executor in self.groups if executor.trace is not None]
         written = {parameter for trace in traces for parameter in trace.program.stores}
         if len(traces) < len(self.groups):
-            written = {*range(len(self.guards))}  # where the function itself runs, it may write any
-        self._overlap = WrittenOverlap(written if len(self.groups) > 1 else (), f"runs as {self.fallback.describe()}")
+            # Where the function itself runs, it may write any; alone it is the fallback.
+            written = {*range(len(self.guards))} if len(self.groups) > 1 else set()
+        self.overlap = WrittenOverlap(written)
+        """The check whether the fallback is to run; `overlaps` where there are several groups."""
 
     def match(self, columns: Columns) -> Addresses | None:
         """The addresses of these columns, as far as the check read them; None when the plan does not fit."""
@@ -162,16 +166,10 @@ class ExecutionPlan:
             self.is_compiled = True
             compile_together([executor.grid for _, executor in self.groups if executor.grid is not None])
 
-    def log(self) -> None:
-        """Log the notes, the first time."""
-        for note in self.notes:
-            logger.info("%s", note)
-        self.notes.clear()
-
-    def groups_overlap(self, columns: Columns) -> bool:
-        """Return whether a group writes memory of another one, or an element that of another."""
+    def overlaps(self, columns: Columns) -> bool:
+        """Return whether an element that is written overlaps another one, of any group, or another argument."""
         strided = self.strided
-        return self._overlap.check(columns if len(strided) == len(columns[0]) else select_rows(columns, strided))
+        return self.overlap.check(columns if len(strided) == len(columns[0]) else select_rows(columns, strided))
 
     def run_groups(self, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Run one group after the other; their results in the order of all elements."""
@@ -185,6 +183,13 @@ class ExecutionPlan:
                 for index, value in zip(indices, leaf or [None] * len(indices), strict=True):
                     all_values[index] = value
         return [*merged]
+
+
+def log_once(notes: list[str]) -> None:
+    """Log notes of a plan, and drop them."""
+    for note in notes:
+        logger.info("%s", note)
+    notes.clear()
 
 
 def select_rows(columns: Columns, indices: list[int]) -> Columns:

@@ -36,6 +36,7 @@ from subtensors.dispatch.fused.executors import (
     ExecutionPlan,
     Executor,
     Leaves,
+    log_once,
     select_rows,
 )
 from subtensors.dispatch.fused.read_values import ReadValues
@@ -133,11 +134,11 @@ class FusedFunction:
             return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
-        if executor is not None:
+        if executor is not None and not plan.overlap.check(columns, addresses):
             if prelude is None:
                 plan.compile()
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
-            plan.log()
+            log_once(plan.notes)
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 call.launches.store(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
@@ -145,12 +146,13 @@ class FusedFunction:
             prelude.launch()
         if not plan.groups:
             return None
-        if plan.groups_overlap(columns):
+        if plan.overlaps(columns):
             leaves = plan.fallback.run(columns, call.numbers())
+            log_once(plan.fallback_notes)
             return _result(plan.fallback.result_spec, leaves, call)
         plan.compile()
         leaves = plan.run_groups(columns, call.numbers())
-        plan.log()
+        log_once(plan.notes)
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
@@ -159,9 +161,9 @@ class FusedFunction:
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
-        plan.log()
+        log_once(plan.notes)
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
-        if plan.groups_overlap(columns):
+        if plan.overlaps(columns):
             return "\n".join([*lines, f"  {plan.fallback.describe()}"])
         for indices, executor in plan.groups:
             lines.append("  " + executor.explain(select_rows(columns, indices)).replace("\n", "\n  "))
@@ -329,35 +331,36 @@ class FusedFunction:
             groups.append((indices, executor))
             if executor.reason:
                 notes.append(f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}")
-        fallback = EagerExecutor(self._function_of(call), "groups of elements overlap in memory")
+        what = "groups of elements overlap" if len(groups) > 1 else "tensors that are written overlap others"
+        fallback = EagerExecutor(self._function_of(call), f"{what} in memory")
         strided = sorted(i for key, indices in elements.items() if key.reason != NOT_STRIDED for i in indices)
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, strided, notes=notes)
+        fallback_notes = [f"{self.name}: runs as {fallback.describe()}"]
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, strided, notes, fallback_notes)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
-        reason = key.reason or "tensors that are written overlap others in memory"
-        fallback = EagerExecutor(self._function_of(call), reason)
         if self.exchange is not None and (key.reason or not key.triton):
             raise RuleError(f"{self.name} of parts of tensors: {key.reason or f'no kernels on {key.device}'}")
         if key.reason:
-            return fallback
+            return EagerExecutor(self._function_of(call), key.reason)
         traced = self._trace(call, key)
         for parameter in traced.program.stores:
             is_shared = isinstance(columns[parameter], BroadcastColumn) and call.count != 1
             if is_shared or key.parameters[parameter].on_host:
                 raise RuleError(f"{self.name} writes to a tensor that all elements share: {SHARED_ADVICE}")
         if any(_has_expanded(columns[parameter]) for parameter in traced.program.stores):
-            return fallback  # some of torch's own ops refuse that, each with its reason
+            # Some of torch's own ops refuse that, each with its reason.
+            return EagerExecutor(self._function_of(call), "tensors that are written overlap others in memory")
         if traced.unlowered:
-            return TorchExecutor(traced, columns, fallback, f"no Triton formula for {', '.join(traced.unlowered)}")
+            return TorchExecutor(traced, columns, f"no Triton formula for {', '.join(traced.unlowered)}")
         if not key.triton:
-            return TorchExecutor(traced, columns, fallback, "")
+            return TorchExecutor(traced, columns, "")
         # By text too: Python finds 0.0 and -0.0 equal.
         kernel_key = (traced.program, str(traced.program), key.device)
         kernels = self._kernels.get(kernel_key)
         if kernels is None:
             tiling = self.tiling or tuned_tiling(traced.program, torch.device(key.device))
             kernels = self._kernels[kernel_key] = KernelSet(traced.program, tiling)
-        return TritonExecutor(traced, kernels, columns, fallback, key.copies, self.exchange)
+        return TritonExecutor(traced, kernels, columns, key.copies, self.exchange)
 
     def _trace(self, call: FusedCall, key: ExecutionKey) -> Trace:
         trace_key = (call.key, key.parameters, key.device)

@@ -6,7 +6,6 @@ promises of its holder require: by identity, by addresses, or by everything that
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot
 from subtensors.kernels.memory.from_address import tensor_from_address
-
-logger = logging.getLogger("subtensors.fused")
 
 
 class TensorColumn(list[Tensor]):
@@ -172,32 +169,36 @@ class WrittenOverlap:
 
     Args:
         stored: the indices of the columns that are written.
-        note: logged where they overlap.
     """
 
-    def __init__(self, stored: Collection[int], note: str = "") -> None:
-        self._stored, self._note = stored, note
+    MAX_KNOWN = 8
+    """The sets of addresses whose answer is kept: a loop has one, or a few that an allocator rotates through."""
+
+    def __init__(self, stored: Collection[int]) -> None:
+        self._stored = stored
         self._layout: tuple[np.ndarray, np.ndarray] | None = None
         """For each tensor, the bytes from its first element to the end of its last, and whether it is written."""
-        self._last: tuple[list[Sequence[object]], bool] = [], False
+        self._known: list[tuple[list[Sequence[object]], bool]] = []
 
     def check(self, columns: Columns, known: Addresses | None = None) -> bool:
         """Return whether memory of a stored column overlaps that of another column or element.
 
         Args:
             columns: with the shapes, dtypes and strides of those of the first call.
-            known: the addresses of the columns, as far as they were read.
+            known: the addresses of the columns, as far as they were read; the others are read into it.
         """
         if not self._stored:
             return False
-        given = known or [None] * len(columns)
-        addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, given, strict=True)]
-        last = self._last  # another thread may replace it
-        if addresses != last[0]:
-            last = self._last = addresses, self._find(columns)
-            if last[1] and self._note:
-                logger.info("%s", self._note)
-        return last[1]
+        known = [None] * len(columns) if known is None else known
+        addresses = [addresses_of(c) if own is None else own for c, own in zip(columns, known, strict=True)]
+        known[:] = addresses
+        earlier = self._known  # another thread may replace it
+        for before, overlaps in earlier:
+            if before == addresses:
+                return overlaps
+        found = self._find(columns)
+        self._known = [(addresses, found), *earlier][: self.MAX_KNOWN]
+        return found
 
     def _find(self, columns: Columns) -> bool:
         unique = list(map(unique_tensors, columns))

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, result_leaves
+from subtensors.dispatch.fused.executors import Executor, Leaves, result_leaves
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
     TensorColumn,
-    WrittenOverlap,
     is_fixed,
     unique_tensors,
 )
@@ -47,9 +45,8 @@ class TorchExecutor(Executor):
 
     trace: Trace
 
-    def __init__(self, trace: Trace, columns: Columns, fallback: EagerExecutor, reason: str) -> None:
-        self.trace, self.fallback, self.reason = trace, fallback, reason
-        self.result_spec = optree.tree_structure(trace.results, none_is_leaf=True)
+    def __init__(self, trace: Trace, columns: Columns, reason: str) -> None:
+        self.trace, self.result_spec, self.reason = trace, trace.result_spec, reason
         self.run_element = write_torch(trace.program)
         parameters = trace.program.parameters
         self.sized = [i for i, p in enumerate(parameters) if p.shape is Shape.PER_ELEMENT]
@@ -58,7 +55,6 @@ class TorchExecutor(Executor):
         self.contiguous = [i for i in self.sized if all(map(Tensor.is_contiguous, columns[i]))]
         self.in_views = [i for i in self.contiguous if i in trace.program.stores]
         """The columns that are joined and written by way of 1-D views."""
-        self.overlap = WrittenOverlap(trace.program.stores)
         self.joined = list(joined_parts(self.sizes)) if self._is_pointwise(columns) else []
         """The elements that are joined or cut, part by part; empty where each runs alone."""
 
@@ -79,8 +75,6 @@ class TorchExecutor(Executor):
         self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
     ) -> Leaves:
         """Run the program on every element."""
-        if self.overlap.check(columns, known=addresses):
-            return self.fallback.run(columns, numbers)
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
         operands = scalar_operands(scalars, columns[0][0].device)
         # In a dispatch mode torch counts no writes by foreach ops, and one that stands for a capture can't be read in.
@@ -156,10 +150,6 @@ class TorchExecutor(Executor):
             self.run_element(row, scalars, operands)
         for i in kept:
             columns[i][indices[0]].copy_(row[i])
-
-    def explain(self, columns: Columns) -> str:
-        """Describe what runs: the function itself where memory that is written overlaps."""
-        return self.fallback.describe() if self.overlap.check(columns) else self.describe()
 
     def describe(self) -> str:
         """Describe the executor in one line."""

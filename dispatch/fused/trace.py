@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import optree
 import torch
 
 from subtensors.dispatch.fused.errors import name_of, source_line
@@ -18,7 +19,7 @@ from subtensors.dispatch.fused.op_tracer import OpTracer
 from subtensors.dispatch.fused.proxies import EXAMPLE_SHAPES, OTHER_SHAPES, ProxySlot, ProxyTensor
 from subtensors.dispatch.fused.symbolic_scalars import ValueNeeded, compile_expression, symbolic_scalar
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.kernels.fused.program import Parameter, Program, Shape
 
 
@@ -31,8 +32,10 @@ class Trace:
     """For each of the program's dynamic scalars, the function that computes it from the numbers of the call."""
     expressions: tuple[str, ...]
     """The expressions of the dynamic scalars, as text."""
-    results: PyTree
-    """The result of the function: `Returned` leaves in a pytree of tuples, lists and dicts."""
+    results: tuple[Returned | None, ...]
+    """The leaves of the function's result."""
+    result_spec: optree.PyTreeSpec
+    """The structure of the result."""
     unlowered: tuple[str, ...] = ()
     """Ops with no Triton formula: the program then runs through torch."""
 
@@ -68,8 +71,9 @@ def trace(
     proxies, result = run(tracer)
     if tracer.runs_python:
         run(OpTracer(device, tuple(parameters), OTHER_SHAPES, tracer.instructions))
+    leaves, spec = optree.tree_flatten(result, none_is_leaf=True)
     outputs: list[int] = []
-    results = tree_map(result, lambda leaf: _returned(leaf, proxies, outputs, function))
+    results = tuple([_returned(leaf, proxies, outputs, function) for leaf in leaves])
     program = Program(
         name=name_of(function),
         parameters=tuple(parameters),
@@ -79,7 +83,7 @@ def trace(
         outputs=tuple(outputs),
     )
     evaluators = tuple(compile_expression(expression, len(numbers)) for expression in tracer.scalars)
-    return Trace(program, evaluators, tuple(tracer.scalars), results, tuple(dict.fromkeys(tracer.unlowered)))
+    return Trace(program, evaluators, tuple(tracer.scalars), results, spec, tuple(dict.fromkeys(tracer.unlowered)))
 
 
 @contextmanager

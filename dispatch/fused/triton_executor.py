@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import optree
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.fused.executors import EagerExecutor, Executor, Leaves, result_leaves
+from subtensors.dispatch.fused.executors import Executor, Leaves, result_leaves
 from subtensors.dispatch.fused.tensor_columns import (
     Addresses,
     Columns,
-    WrittenOverlap,
     addresses_of,
     is_fixed,
 )
@@ -46,8 +44,6 @@ class PointerTable:
     """The address of `table`."""
     stream: int
     """The stream that fills it, whose launches read it."""
-    overlaps: bool
-    """True if memory that is written overlaps other memory of the call."""
     scalars: tuple[list[int], Tensor] | None = None
     """The bits of the dynamic scalars (which differ for -0.0 and 0.0), and their memory on the device."""
 
@@ -59,7 +55,6 @@ class TritonExecutor(Recordable, Executor):
         trace: the program; every instruction has a formula.
         kernels: its kernels.
         columns: the tensors of the first call; later calls have the same shapes, dtypes and strides.
-        fallback: the executor to run instead when the tensors overlap in memory.
         copies: True to copy elements with strides of their own in and out.
         exchange: combines the reductions, where other processes have other parts of the tensors.
     """
@@ -72,17 +67,10 @@ class TritonExecutor(Recordable, Executor):
     grid: Grid
 
     def __init__(
-        self,
-        trace: Trace,
-        kernels: KernelSet,
-        columns: Columns,
-        fallback: EagerExecutor,
-        copies: bool,
-        exchange: Exchange | None = None,
+        self, trace: Trace, kernels: KernelSet, columns: Columns, copies: bool, exchange: Exchange | None = None
     ) -> None:
-        self.trace, self.kernels, self.fallback, self.copies = trace, kernels, fallback, copies
-        self.result_spec = optree.tree_structure(trace.results, none_is_leaf=True)
-        self.parameters = trace.program.parameters
+        self.trace, self.kernels, self.copies = trace, kernels, copies
+        self.result_spec, self.parameters = trace.result_spec, trace.program.parameters
         is_full_size = [p.shape is Shape.PER_ELEMENT and not p.expanded for p in self.parameters]
         pattern = next(itertools.compress(columns, is_full_size), columns[0])
         self.device = next(c[0].device for c, p in zip(columns, self.parameters, strict=True) if not p.on_host)
@@ -93,7 +81,6 @@ class TritonExecutor(Recordable, Executor):
         host_kinds = [float if self.parameters[i].dtype.is_floating_point else int for i in self.hosts]
         self.kinds = [*trace.program.scalars, *host_kinds]
         stored = trace.program.stores
-        self.overlap = WrittenOverlap(stored)
         self.scalars = trace.scalars
         self.is_seeded = kernels.is_seeded
         written = [self.parameters[i] for i in stored]
@@ -103,12 +90,16 @@ class TritonExecutor(Recordable, Executor):
         }
         """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
-        outputs = [trace.program.value(v) for v in trace.program.outputs]
-        is_tiled = any(v.shape is Shape.PER_ELEMENT for v in outputs)
-        self.shapes = [(t.shape, torch.empty_like(t, device="meta").stride()) for t in pattern] if is_tiled else []
+        self.outputs = [trace.program.value(v) for v in trace.program.outputs]
+        is_tiled = any(v.shape is Shape.PER_ELEMENT for v in self.outputs)
+        order = torch.contiguous_format if copies else torch.preserve_format
+        layouts = [torch.empty_like(t, device="meta", memory_format=order) for t in pattern if is_tiled]
+        self.shapes = [(t.shape, t.stride()) for t in layouts]
         """For each element, the shape and strides of an output of its size; empty without such outputs."""
-        self.arenas = [(self.grid.arena if v.shape is Shape.PER_ELEMENT else self.grid.count, v.dtype) for v in outputs]
-        self.returns = any(leaf is not None for leaf in optree.tree_leaves(trace.results, none_is_leaf=True))
+        self.arenas = [
+            (self.grid.arena if v.shape is Shape.PER_ELEMENT else self.grid.count, v.dtype) for v in self.outputs
+        ]
+        self.returns = any(leaf is not None for leaf in trace.results)
         self.tables: list[PointerTable] = []
         self.tables_built = 0
         self.reason = "elements with strides of their own are copied in and out" if copies else ""
@@ -123,8 +114,6 @@ class TritonExecutor(Recordable, Executor):
     ) -> Leaves:
         """Launch the kernels, after or with the prelude."""
         if self.copies:
-            if self.overlap.check(columns, addresses):  # copies of what overlaps do not
-                return self.fallback.run(columns, numbers, prelude=prelude)
             originals = columns
             columns = [
                 [t.contiguous() if p.shape is Shape.PER_ELEMENT else t for t in column]
@@ -133,8 +122,6 @@ class TritonExecutor(Recordable, Executor):
             addresses = None
         stream, is_capturing = current_stream(self.device), self.is_capturing()
         table = self._pointer_table(columns, addresses, stream, is_capturing)
-        if table.overlaps:
-            return self.fallback.run(columns, numbers, prelude=prelude)
         arenas = self.launch(table, columns, numbers, stream, is_capturing, prelude)
         if self.copies:
             for parameter in self.trace.program.stores:
@@ -188,15 +175,12 @@ class TritonExecutor(Recordable, Executor):
         """The pointer table of an eager launch with these columns, if that may be repeated without any other check."""
         if self.copies or self.returns or self.is_capturing():
             return None
-        table = self._known_table(self._addresses(columns, addresses), current_stream(self.device))
-        return None if table is None or table.overlaps else table
+        return self._known_table(self._addresses(columns, addresses), current_stream(self.device))
 
     def _record(self, recording: Recording, columns: Columns, numbers: Sequence[float]) -> Leaves:
         """Give the launch to a recording."""
         if self.copies:
             raise NotRecordable(self.reason)
-        if self.overlap.check(columns):
-            raise NotRecordable(self.fallback.reason)
         return self._results(columns, recording.launch(self, columns, numbers))
 
     def new_arenas(self) -> list[Tensor]:
@@ -204,22 +188,17 @@ class TritonExecutor(Recordable, Executor):
         return [torch.empty(size, dtype=dtype, device=self.device) for size, dtype in self.arenas]
 
     def _results(self, columns: Columns, arenas: list[Tensor]) -> Leaves:
-        return result_leaves(
-            self.trace,
-            columns,
-            [self._outputs(arena, v) for arena, v in zip(arenas, self.trace.program.outputs, strict=True)],
-        )
-
-    def _outputs(self, arena: Tensor, value: int) -> list[Tensor]:
-        is_tiled = self.trace.program.value(value).shape is Shape.PER_ELEMENT
-        # `.data`: tensors whose versions autograd counts one by one.
-        return [part.data for part in (self._parts(arena) if is_tiled else arena.unbind())]
+        outputs = [
+            # `.data`: tensors whose versions autograd counts one by one.
+            [part.data for part in (self._parts(arena) if value.shape is Shape.PER_ELEMENT else arena.unbind())]
+            for arena, value in zip(arenas, self.outputs, strict=True)
+        ]
+        return result_leaves(self.trace, columns, outputs)
 
     def _parts(self, arena: Tensor) -> list[Tensor]:
-        offsets = self.grid.offsets.tolist()
-        if self.copies:
-            return [arena[o : o + s.numel()].view(s) for (s, _), o in zip(self.shapes, offsets, strict=True)]
-        return [arena.as_strided(s, stride, o) for (s, stride), o in zip(self.shapes, offsets, strict=True)]
+        """The elements of an output of their size."""
+        places = zip(self.grid.offsets.tolist(), self.shapes, strict=True)
+        return [arena.as_strided(shape, stride, offset) for offset, (shape, stride) in places]
 
     def _addresses(self, columns: Columns, known: Addresses | None) -> list[Sequence[object]]:
         """The columns as a pointer table keeps them."""
@@ -251,11 +230,8 @@ class TritonExecutor(Recordable, Executor):
                 self._put_first(found)
             return found
         logger.debug("%s: new addresses, a new pointer table", self.trace.program.name)
-        overlaps = not self.copies and self.overlap.check(columns)
-        if overlaps:
-            logger.info("%s: runs as %s", self.trace.program.name, self.fallback.describe())
         table = self.grid.table(self._pointers(columns))
-        pointer_table = PointerTable(addresses, table, table.data_ptr(), stream, overlaps)
+        pointer_table = PointerTable(addresses, table, table.data_ptr(), stream)
         self.tables_built += 1
         if is_capturing:
             # The table is filled at replay, so no eager call may use it.
@@ -295,8 +271,6 @@ class TritonExecutor(Recordable, Executor):
 
     def explain(self, columns: Columns) -> str:
         """Describe the kernels, and how many tensors they read and write in a slower way."""
-        if self.overlap.check(columns):
-            return self.fallback.describe()
         pointers = self._pointers(columns)
         masked = 0 if self.copies else self.grid.count - int(self.grid.is_aligned(pointers).sum())
         note = f"\n  {masked} of them not at multiples of {ALIGNMENT} bytes: with narrower loads and stores, masked"
