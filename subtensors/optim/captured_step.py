@@ -22,6 +22,7 @@ from subtensors.dispatch.graphs.fused_graph import Launch, Recording
 from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.errors import AddressError
+from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
@@ -308,7 +309,7 @@ def differ_by_scalars(now: object, before: object) -> bool:
 
 def number_paths(updater: Updater, group: ParamGroup, device: torch.device) -> list[tuple[Any, ...]]:
     """The paths of a group's dynamic scalars, in the order in which the step takes them."""
-    values: Any = updater.values(group, device)
+    values: PyTree = updater.values(group, device)
     paths = optree.tree_paths(values, none_is_leaf=True)
     leaves = optree.tree_leaves(values, none_is_leaf=True)
     return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
@@ -334,7 +335,7 @@ def step_signature(
     numbers: list[float] = []
     hosts: list[float] = []
     signature: list[object] = [(name, value) for name, value in group.items() if type(value) in (bool, str, type(None))]
-    values: Any = updater.values(group, device)
+    values: PyTree = updater.values(group, device)
     leaves, spec = optree.tree_flatten(values, none_is_leaf=True)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" != device.type:
