@@ -112,23 +112,31 @@ class BucketedEngine:
         self.limits = limits
         self.device = encoder.norm.weight.device
         self.length = st.Dim("length", max=limits.longest, buckets=limits.bucket)
-        self.run = st.bucketed(encoder, {"tokens": {1: self.length}})
+        self.run = st.bucketed(encoder, {"tokens": {1: self.length}}, check=False)  # `warmup` has each bucket checked
         self.sizes = [2**power for power in range(limits.batch.bit_length())]
         self._filler = torch.zeros(1, dtype=torch.long)
 
     def warmup(self) -> None:
-        """Capture every graph, the largest first."""
+        """Capture every graph, the largest first, and compare it with the encoder."""
         for size in reversed(self.sizes):
             for longest in range(self.limits.longest, 0, -self.limits.bucket):
-                self.embed([torch.zeros(longest, dtype=torch.long)] * size)
+                texts = [torch.arange(max(1, longest - row)) % 256 for row in range(1, size + 1)]
+                self.embed(texts)
+                with torch.inference_mode():
+                    report = self.run.check(self._batch(texts))
+                if not report.passed:
+                    raise RuntimeError(str(report))
+
+    def _batch(self, texts: list[Tensor]) -> Tensor:
+        """Return texts as a ragged batch of the next size, with rows of one byte beyond them."""
+        rows = self.sizes[bisect_left(self.sizes, len(texts))]
+        filled = texts + [self._filler] * (rows - len(texts))
+        return st.pad(filled, {0: self.length}).to(self.device)  # one copy
 
     @torch.inference_mode()
     def embed(self, texts: list[Tensor]) -> list[list[float]]:
         """Return an embedding a text."""
-        rows = self.sizes[bisect_left(self.sizes, len(texts))]
-        filled = texts + [self._filler] * (rows - len(texts))
-        batch = st.pad(filled, {0: self.length}).to(self.device)  # one copy
-        found: list[list[float]] = self.run(batch)[: len(texts)].tolist()
+        found: list[list[float]] = self.run(self._batch(texts))[: len(texts)].tolist()
         return found
 
     def metrics(self) -> Iterable[Metric]:

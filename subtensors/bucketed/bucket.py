@@ -92,7 +92,9 @@ class Bucket:
         """The conditions on true sizes under which its graph answers a call."""
         self.checked_sizes: dict[tuple[HostSize, ...], bool] = {}
         """The true sizes of the calls that were checked, and whether its results were the plain program's there."""
-        self.smallest_checked: list[tuple[HostSize, ...]] = []
+        self.checked_longest: set[tuple[int, ...]] = set()
+        """The same sizes, of a ragged batch that of its longest row."""
+        self.smallest_checked: list[tuple[int, ...]] = []
         """Those of them that are not above others."""
         self.is_allocated = False
         self.statics: list[Tensor] = []

@@ -131,7 +131,8 @@ class Checker:
 
         Those at a bucket's first two true sizes are, since what depends on the size shows at two, at 0 and 1, which are
         broadcast, and at the smallest yet, from which on a count of blocks is that of the bucket. So is one that
-        decides a branch otherwise than the bucket, and that at any new size where Python got one as a number.
+        decides a branch otherwise than the bucket, and that at any new size where Python got one as a number. The size
+        of a ragged batch is that of its longest row.
         """
         bucket, spec = call.bucket, call.spec
         if self._schedule is False or bucket is None or spec is None or bucket.no_graph_reason:
@@ -145,9 +146,11 @@ class Checker:
             return True
         if spec.true_sizes in bucket.checked_sizes or self._state.no_capture_reason():
             return False
-        is_smallest = not _are_above(spec.true_sizes, bucket.smallest_checked)
+        longest = _longest(spec.true_sizes)
+        is_smallest = not _are_above(longest, bucket.smallest_checked)
         is_early = len(bucket.checked_sizes) < 2 or any(n < 2 for n in spec.sizes) or is_smallest
-        if bucket.conditions.is_number_read or bucket.conditions.unmet(spec.host):
+        is_new_number = bucket.conditions.is_number_read and longest not in bucket.checked_longest
+        if is_new_number or bucket.conditions.unmet(spec.host):
             return True
         if is_early and not self._is_room():
             bucket.checked_sizes[spec.true_sizes] = False  # is asked once a size
@@ -309,8 +312,10 @@ class Checker:
             expected.not_checked = "it writes to a tensor that is too large for a copy"
         if expected.error is None:
             bucket.checked_sizes[sizes] = not expected.not_checked  # until they differ
-            if not _are_above(sizes, bucket.smallest_checked):
-                bucket.smallest_checked = [sizes, *(s for s in bucket.smallest_checked if not _are_above(s, [sizes]))]
+            bucket.checked_longest.add(longest := _longest(sizes))
+            if not _are_above(longest, bucket.smallest_checked):
+                others = [s for s in bucket.smallest_checked if not _are_above(s, [longest])]
+                bucket.smallest_checked = [longest, *others]
         return expected
 
     def _observe(
@@ -397,7 +402,12 @@ class Checker:
             before.restore()
 
 
-def _are_above(sizes: tuple[HostSize, ...], others: Iterable[tuple[HostSize, ...]]) -> bool:
+def _longest(sizes: tuple[HostSize, ...]) -> tuple[int, ...]:
+    """Return sizes with that of the longest row for a ragged batch, whose rows Python never gets as numbers."""
+    return tuple([n if isinstance(n, int) else max(n, default=0) for n in sizes])
+
+
+def _are_above(sizes: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> bool:
     """Return whether sizes are nowhere smaller than some of the others."""
     return any(all(map(operator.le, other, sizes)) for other in others)
 

@@ -578,3 +578,21 @@ def test_ragged_arguments_are_compared_with_the_program_on_these_arguments(
             rows, _ = run(ragged(4, 6), y)
     assert [float(row.sum()) for row in rows] == pytest.approx([9, 9])
     assert any("differ" in reason for reason in run.stats().fallbacks)
+
+
+def test_a_ragged_batch_of_another_longest_row_is_compared_and_other_rows_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        pretend(monkeypatch)
+    table = torch.randn(16, dtype=torch.float64, device=device)
+    dim = st.Dim("m", max=16, buckets=[8, 16])
+    run = st.bucketed(lambda x: x + table[: x.shape[1]], {"x": {1: dim}})  # to Python the size is the bucket's
+    with torch.no_grad():
+        for lengths in ((8, 3), (8, 5), (8, 2), (7, 8), (6, 8), (4, 8)):
+            rows = [torch.randn(k, dtype=torch.float64, device=device) for k in lengths]
+            found = run(st.pad(rows, {0: dim}))
+            assert all(torch.equal(y, x + table[: len(x)]) for x, y in zip(rows, found, strict=True))
+        assert run.stats().checked == 2
+        run(st.pad([torch.zeros(k, dtype=torch.float64, device=device) for k in (5, 4)], {0: dim}))
+    assert run.stats().checked == 3

@@ -193,7 +193,7 @@ def test_a_kernel_without_a_reference_is_compiled_by_its_launch(kernel: PretendK
 @pytest.mark.gpu
 def test_a_norm_uses_its_reference_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = CachedLauncher(masked_norm_kernel.norm_kernel, has_reference=True)
-    monkeypatch.setattr(masked_norm, "launch_norm", lambda: launch)
+    monkeypatch.setattr(masked_norm, "cached_launcher", lambda *_, **__: launch)
     x = torch.randn(3, 7, 24, device="cuda", dtype=torch.float64)
     w, b = torch.randn(2, 24, device="cuda", dtype=torch.float64)
     extents = [ValidLength(1, torch.tensor(5, device="cuda")), ValidLength(0, torch.tensor([0, 2], device="cuda")[1])]
