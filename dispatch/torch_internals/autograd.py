@@ -15,7 +15,6 @@ from subtensors.dispatch.torch_internals.requires import requires
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 def reset_grad_accumulator(leaf: torch.Tensor) -> None:
@@ -140,7 +139,7 @@ def is_fsdp_identity_node(function: object) -> bool:
     return type(function).__name__ == "RegisterPostBackwardFunctionBackward"
 
 
-def _fsdp_modules() -> Iterator[tuple[FSDPModule, list[FSDPParam]]]:
+def _fsdp_modules() -> Iterator[tuple[FSDPModule, list[Any]]]:
     """Yield the modules that FSDP2 shards, each with what it holds of each parameter. Checked on 2.13."""
     from torch.distributed._composable_state import _module_state_mapping
 
