@@ -47,7 +47,7 @@ def differentiate(
         tensors: its inputs; None for those that backward doesn't read.
         needed: for each of them, whether its gradient is needed.
         upstream: the gradients of its results.
-        results: take the results; None where they are known.
+        results: what collects the results; None where they are known already.
     """
     gradients = Gradients(plan, tensors, needed)
     _run_chunks(plan, tensors, needed, results, gradients, upstream)

@@ -259,7 +259,7 @@ class LazyNode:
 
 
 def computation(
-    requested: Iterable[LazyValue], ends: Callable[[LazyValue], bool] = lambda value: False
+    requested: Iterable[LazyValue], stops_at: Callable[[LazyValue], bool] = lambda value: False
 ) -> list[LazyValue]:
     """Return what is to be computed for some values, in order: each value after those that it is computed from.
 
@@ -267,7 +267,7 @@ def computation(
 
     Args:
         requested: the values, the last of which is computed first.
-        ends: returns whether those that a value is computed from are left out.
+        stops_at: returns whether to go no further than a value: its operands are left out.
     """
     found: dict[LazyValue, None] = {}
     opened, stack = set[LazyValue](), [*requested]
@@ -275,7 +275,7 @@ def computation(
         value = stack[-1]
         if value in found or value.tensor is not None:
             stack.pop()
-        elif value in opened or value.node is None or ends(value):
+        elif value in opened or value.node is None or stops_at(value):
             found[stack.pop()] = None
         else:
             opened.add(value)
@@ -283,12 +283,12 @@ def computation(
     return [*found]
 
 
-def uncomputed(value: LazyValue, ends: Callable[[LazyValue], object] = lambda value: False) -> Iterator[LazyValue]:
+def uncomputed(value: LazyValue, stops_at: Callable[[LazyValue], object] = lambda value: False) -> Iterator[LazyValue]:
     """Yield a value and those that it is computed from, as far as their tensors aren't known.
 
     Args:
         value: the value.
-        ends: returns whether those that a value is computed from are left out.
+        stops_at: returns whether to go no further than a value: its operands are left out.
     """
     seen, stack = set[LazyValue](), [value]
     while stack:
@@ -297,7 +297,7 @@ def uncomputed(value: LazyValue, ends: Callable[[LazyValue], object] = lambda va
             continue
         seen.add(value)
         yield value
-        if value.node is not None and not ends(value):
+        if value.node is not None and not stops_at(value):
             stack.extend(value.node.operands())
 
 

@@ -21,7 +21,7 @@ class DataDependentCall(UnsupportedCall):
 
 
 class SizeError(ValueError):
-    """A size outside what a `Dim` allows."""
+    """A size that is not allowed: outside of what a `Dim` allows, or no number of bytes."""
 
     __module__ = "subtensors"
 

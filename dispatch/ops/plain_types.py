@@ -84,7 +84,11 @@ class PlainViews(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_OF_AUTOGRAD = BACKWARDS | {getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")}
+_OF_AUTOGRAD = BACKWARDS.union(
+    [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad", "grad_fn")],
+    [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")],
+    [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.requires_grad_],
+)
 """Functions of the tensor itself, not of its view."""
 
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -308,7 +308,7 @@ def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: T
 
 
 def valid_on_host(dims: tuple[Factors, ...], dim: int, sizes: TrueSizes | None) -> npt.NDArray[np.bool_] | None:
-    """Return of each position of a dim whether it is valid in some row; None where all are, or the host doesn't know.
+    """Return which positions of a dim are valid in some row; None where all are, or the host doesn't know.
 
     A position along which another dim is empty is valid: a reduction of that dim has a result for it. Nothing that
     watches for reads of the device's values sees this one, since a capture would do without it.

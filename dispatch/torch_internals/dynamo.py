@@ -49,10 +49,10 @@ def break_graph(reason: str, at: object) -> NoReturn:
 def _replace(
     owner: type | ModuleType, names: Sequence[str], wrap: Callable[[Callable[..., object]], Callable[..., object]]
 ) -> None:
-    """Replace a method of a class of Dynamo's, or a function of a file, by what `wrap` makes of it.
+    """Replace a method of a class of Dynamo's, or a function of a module, by what `wrap` makes of it.
 
     Args:
-        owner: the class or the file.
+        owner: the class or the module.
         names: what versions of torch call the method, the newest first.
         wrap: takes the method that is there.
     """
@@ -203,7 +203,7 @@ def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
 
 
 def trace_as_plain(kind: type[torch.Tensor]) -> None:
-    """Make Dynamo trace tensors of a type as plain ones. Checked on 2.13.
+    """Make Dynamo trace tensors of a type as plain ones. Checked on 2.11 - 2.15.
 
     Of any other subclass it traces `__torch_function__`, which torch's functions that are written in Python call again
     from within, and takes `.grad` for None.

@@ -120,7 +120,7 @@ class BucketedEngine:
         """Capture every graph, the largest first, and compare it with the encoder."""
         for size in reversed(self.sizes):
             for longest in range(self.limits.longest, 0, -self.limits.bucket):
-                texts = [torch.arange(max(1, longest - row)) % 256 for row in range(1, size + 1)]
+                texts = [torch.arange(max(1, longest - row)) % 256 for row in range(size)]
                 self.embed(texts)
                 with torch.inference_mode():
                     report = self.run.check(self._batch(texts))

@@ -110,8 +110,8 @@ async def load(address: str, texts: Sequence[str], clients: int) -> list[Answer]
         return list(await asyncio.gather(*(one(text) for text in texts)))
 
 
-def load_here(address: str, texts: Sequence[str], clients: int) -> list[Answer]:
-    """Do what `load` does, in a process of its own."""
+def run_load(address: str, texts: Sequence[str], clients: int) -> list[Answer]:
+    """Run `load` to its end in this process."""
     return asyncio.run(load(address, texts, clients))
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     found: dict[str, list[list[Answer]]] = {name: [] for name in options.engines}
     seconds: dict[str, list[float]] = {name: [] for name in options.engines}
     order = random.Random(0)
-    share = -(-options.clients // PROCESSES)
+    shares = [len(range(i, options.clients, PROCESSES)) for i in range(min(PROCESSES, options.clients))]
     with ExitStack() as stack:
         servers = {n: stack.enter_context(serving(n, options.device, limits)) for n in options.engines}
         for address in servers.values():
@@ -143,8 +143,8 @@ def main() -> None:
         for turn in range(-1, ROUNDS):  # the first round starts connections and processes, and does not count
             for name in order.sample(options.engines, len(options.engines)):
                 started = time.perf_counter()
-                parts = [(servers[name], texts[i::PROCESSES], share) for i in range(PROCESSES)]
-                answers = [a for part in pool.map(load_here, *zip(*parts, strict=True)) for a in part]
+                parts = [(servers[name], texts[i :: len(shares)], share) for i, share in enumerate(shares)]
+                answers = [a for part in pool.map(run_load, *zip(*parts, strict=True)) for a in part]
                 taken = time.perf_counter() - started
                 if turn >= 0:
                     found[name].append(answers)

@@ -7,6 +7,7 @@ reduction; the last program of a tensor to finish combines the partial results, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -138,8 +139,7 @@ class TileWriter(SegmentWriter):
 
     def reductions(self) -> list[tuple[int, Instruction]]:
         """The slot of each reduction, and its instruction."""
-        steps = [(slot, self.value(value)) for slot, value in self.segment.reductions.items()]
-        return [(slot, step) for slot, step in steps if isinstance(step, Instruction)]
+        return [(slot, cast(Instruction, self.value(value))) for slot, value in self.segment.reductions.items()]
 
     def contribution(self, step: Instruction) -> str:
         """Return the expression of each lane's contribution to a reduction."""

@@ -93,7 +93,7 @@ class Bucket:
         self.checked_sizes: dict[tuple[HostSize, ...], bool] = {}
         """The true sizes of the calls that were checked, and whether its results were the plain program's there."""
         self.checked_longest: set[tuple[int, ...]] = set()
-        """The same sizes, of a ragged batch that of its longest row."""
+        """The sizes at which the plain program ran for a check, of a ragged batch that of its longest row."""
         self.smallest_checked: list[tuple[int, ...]] = []
         """Those of them that are not above others."""
         self.is_allocated = False

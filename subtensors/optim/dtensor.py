@@ -103,8 +103,8 @@ def write_part(t: DTensor, value: Tensor) -> None:
         own.copy_(part)
 
 
-def gather_anew(params: Sequence[Tensor]) -> None:
-    """Free what FSDP2 has gathered of these parameters, if any are DTensors: something else than a step wrote them."""
+def free_gathered_weights(params: Sequence[Tensor]) -> None:
+    """Free what FSDP2 keeps gathered of these parameters, which were written outside of a step."""
     if any(map(is_sharded, params)):
         free_gathered(params)
 

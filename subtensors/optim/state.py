@@ -23,7 +23,7 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
-from subtensors.optim.dtensor import gather_anew
+from subtensors.optim.dtensor import free_gathered_weights
 from subtensors.optim.hyperparameters import OPTIONS, Accepted, never_none, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
@@ -313,4 +313,4 @@ def _write(values: Mapping[Tensor, Tensor]) -> None:
     """Write values into parameters."""
     for p, value in values.items():
         p.copy_(value)
-    gather_anew([*values])
+    free_gathered_weights([*values])

@@ -185,7 +185,7 @@ def _unwrap(optimizer: SavedOptimizer, group: Group) -> None:
             continue
         assert isinstance(wrapped.entries, Mapping)
         # torch.distributed.checkpoint makes a {} of each name of an entry here that a flattened state lacks.
-        saved = {name: value for name, value in wrapped.entries.items() if not isinstance(value, dict)}
+        saved = {name: value for name, value in wrapped.entries.items() if not isinstance(value, dict) or value}
         missing = set(factory.entries_of(p, needed, group)) - _BESIDE - set(saved)
         if missing and not set(saved) <= _BESIDE:
             name = group.get("param_names", {index: index})[index]

@@ -128,6 +128,19 @@ def test_each_tensor_has_one_plain_view_that_does_not_keep_it_alive() -> None:
     assert len(plain_types._views) < count
 
 
+def test_hooks_and_gradients_are_those_of_the_tensor_and_not_of_its_plain_view() -> None:
+    p = st.static(nn.Parameter(torch.ones(3)))
+    found: list[Tensor] = []
+    with PlainViews():
+        p.register_hook(found.append)
+        (p * 2).sum().backward()
+        p.requires_grad_(False)
+        p.grad = None
+    assert [g.tolist() for g in found] == [[2, 2, 2]]
+    assert not p.requires_grad
+    assert p.grad is None
+
+
 @pytest.mark.parametrize("check", ["first", False])
 def test_compiled_gradients_reach_static_tensors_that_a_program_closes_over(check: Any, device: str) -> None:
     weight = torch.randn(3, 3, dtype=torch.float64, device=device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.optim.dtensor import gather_anew
+from subtensors.optim.dtensor import free_gathered_weights
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
 from subtensors.optim.options import Options
@@ -129,7 +129,7 @@ class AdamWScheduleFree(Optimizer):
             for p, w in zip(params, weights, strict=True):
                 if w is not p:
                     p.copy_(w)
-            gather_anew(params)
+            free_gathered_weights(params)
 
 
 _approach = FusedFunction(lambda p, z, share: p.add_(share * (z - p)))
