@@ -32,7 +32,7 @@ from serve_embeddings import application
 
 ROUNDS = 5
 PROCESSES = 4
-"""Of the clients: one could not ask as fast as a server answers."""
+"""The number of processes of clients: a single one can't ask as fast as a server answers."""
 
 SPAWN = multiprocessing.get_context("spawn")
 

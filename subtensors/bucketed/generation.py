@@ -180,7 +180,7 @@ class Generation(Generic[P]):
                 streamer.start_over()
             try:
                 result = self._generate_of.generate(**options)
-            except Exception:
+            except Exception:  # whatever the model raises, and raised again
                 if self._no_graph_reason:  # which is the caller's error, and says nothing of graphs
                     self.release()
                 raise

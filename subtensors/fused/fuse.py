@@ -50,7 +50,7 @@ class Fused(Generic[P, R]):
             return self.function(*args, **kwargs)  # the math of another fused function, which is traced
         columns, options, lists = _lists_to_columns(self.fusion.name, args, kwargs)
         result = self.fusion(*columns, **options)
-        return optree.tree_map(  # type: ignore[return-value]
+        return optree.tree_map(  # type: ignore[return-value]  # the same tree, with lists for columns
             lambda leaf: list_of(leaf, lists) if isinstance(leaf, TensorColumn) else leaf, result, none_is_leaf=True
         )
 

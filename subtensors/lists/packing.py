@@ -99,7 +99,7 @@ class Packed:
     """
 
     any_requires_grad: bool | None = None
-    """Whether an element required grad at the last full check; None before the first one."""
+    """True if an element required grad at the last full check; None before the first one."""
 
     def __init__(self, flats: list[torch.Tensor], layout: PackedLayout) -> None:
         self.flats, self.layout = flats, layout

@@ -225,7 +225,7 @@ def test_a_backward_to_a_static_tensor_recomputes_checkpoints_of_other_types(dev
     padded = st.pad(x, {0: 8}, value=float("nan"))
 
     def loss_of(x: Any) -> Tensor:
-        return checkpoint(lambda x: (x @ w).tanh().softmax(0), x, use_reentrant=False).square().mean()  # type: ignore[no-any-return]
+        return checkpoint(lambda x: (x @ w).tanh().softmax(0), x, use_reentrant=False).square().mean()  # type: ignore[no-any-return]  # of checkpoint
 
     unused = st.static(nn.Parameter(torch.ones(2, device=device)))
     expected = torch.autograd.grad(loss_of(x), [w])[0]
