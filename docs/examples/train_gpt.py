@@ -61,6 +61,7 @@ class Plan:
         evaluation_batches: batches of the evaluation, at most.
         parallel: what several processes do, "ddp" or "fsdp".
         dtype: of the parameters.
+        autocast: whether the model is under bfloat16 autocast; on a GPU alone.
         seed: of the parameters and of the order of the documents.
     """
 
@@ -74,6 +75,7 @@ class Plan:
     evaluation_batches: int = 16
     parallel: str = "ddp"
     dtype: torch.dtype = torch.float32
+    autocast: bool = True
     seed: int = 0
 
 
@@ -107,11 +109,13 @@ class Loss(nn.Module):
     Args:
         model: next-token logits from (batch, length) tokens.
         longest: tokens of the longest row, where the trunk runs through `st.bucketed`; None for the plain trunk.
+        autocast: whether the model is under bfloat16 autocast.
     """
 
-    def __init__(self, model: GPT, longest: int | None = None) -> None:
+    def __init__(self, model: GPT, longest: int | None, autocast: bool) -> None:
         super().__init__()
         self.model = model
+        self.autocast = autocast
         self.run: Bucketed[..., Tensor] | None = None
         if longest is not None:
             length = st.Dim("length", max=longest, buckets=-(-longest // BUCKETS))
@@ -125,8 +129,7 @@ class Loss(nn.Module):
             targets: (batch, length) int64, IGNORED beyond the end of a document.
             factor: of the sum; () float.
         """
-        device = inputs.device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logits = self.model(inputs) if self.run is None else self.model.logits(self.run(inputs))
         # In float32 at least; where logits are chunked, a chunk at a time.
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
@@ -160,7 +163,8 @@ class Training:
         self.optimizer = self._our_optimizer(graph) if ours else self._torch_optimizer()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         has_graphs = ours and not self.sharded  # FSDP2's collectives take place in the trunk
-        self.local_loss = Loss(self.model, plan.size.context if has_graphs else None)
+        autocast = plan.autocast and plan.device == "cuda"
+        self.local_loss = Loss(self.model, plan.size.context if has_graphs else None, autocast)
         replicated = self.ranks > 1 and not self.sharded
         self.loss = nn.parallel.DistributedDataParallel(self.local_loss) if replicated else self.local_loss
 
