@@ -263,6 +263,14 @@ class Bucket:
             self.drop()
         return result
 
+    @property
+    def can_lead(self) -> bool:
+        """Return whether buckets of other sizes can be captured by what was found here, without a run of their own."""
+        return not self.has_compiled_code
+
+    def take_findings(self, other: Bucket) -> None:
+        """Take what the first run at another size found, and what holds at any size."""
+
     def unmet_condition(self, spec: CallSpec) -> str:
         """Return a condition that a call's true sizes don't meet, or ""; branches count unless a check agreed."""
         return self.conditions.unmet(spec.host, ignores_branches=self.checked_sizes.get(spec.true_sizes, False))

@@ -28,6 +28,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -91,8 +92,8 @@ class GraphCache:
         self.forgotten_fallbacks: Counter[str] = Counter()
         """The fallbacks that buckets had counted which are forgotten now."""
         self._wasted_recaptures = self._hits_before = 0
-        self._captures_without_run: dict[BucketKey, bool] = {}
-        """For each captured family of calls, whether it can be captured at another size without being run first."""
+        self._captured_families: dict[BucketKey, Bucket | None] = {}
+        """For each captured family of calls, the bucket that was run before its capture; None if each has to be."""
 
     def bucket_of(
         self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
@@ -136,58 +137,74 @@ class GraphCache:
             if oldest is not None:
                 self.forgotten_fallbacks += self.buckets.pop(oldest).statistics.fallbacks
 
-    def first_call(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
+    def first_call(
+        self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replayed: Callable[[], PyTree]
+    ) -> PyTree:
         """Answer the first call of a bucket, and capture a graph for later calls.
 
         If it can't be captured, the bucket's `no_graph_reason` says why.
+
+        Args:
+            bucket: of the call.
+            spec: of the call.
+            leaves: of the call.
+            replayed: answers the call by the bucket's graph.
         """
         if bucket.pool is not None:
             bucket.pool.wait_for_last_replay()
         if change := self.state.guard.first_change():
             self.drop_stale(change)
         try:
-            return self._first_run_or_capture(bucket, spec, leaves)
+            return self._first_run_or_capture(bucket, spec, leaves, replayed)
         finally:
             self.state.guard.ignore_replaced()
 
-    def _first_run_or_capture(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> PyTree:
-        family = spec.family_key
-        if self._captures_without_run.get(family) and not torch.backends.cudnn.benchmark:
-            result = self._capture_without_run(bucket, spec, leaves)
-            if result is not None:
-                return result()
-            self._captures_without_run[family] = False
+    def _first_run_or_capture(
+        self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replayed: Callable[[], PyTree]
+    ) -> PyTree:
+        first = self._captured_families.get(spec.family_key)
+        if first is not None and bucket.pool is not None and not torch.backends.cudnn.benchmark:
+            active_bytes = bucket.pool.active_bytes()
+            if self._capture_without_run(bucket, spec, leaves, first):
+                result = replayed()
+                if bucket.pool.active_bytes() > active_bytes:
+                    self._abandon_pool(bucket.pool)
+                    self._captured_families[spec.family_key] = None
+                return result
+            self._captured_families[spec.family_key] = None
         return self._run_and_capture(bucket, spec, leaves)
 
-    def _capture_without_run(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree]) -> Callable[[], PyTree] | None:
+    def _capture_without_run(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], first: Bucket) -> bool:
         """Capture a program that was captured at another size, without running it at this size first.
 
-        The libraries are warm from the other capture, and a replay answers the call. This does not suit a program that
-        needs a run at every size, to tune something or to make tensors that it keeps.
+        The libraries are warm from the other capture, and a replay answers the call, so that a call that autograd
+        tracks keeps nothing for its backward outside of the pool. This does not suit a program that needs a run at
+        every size, to tune something or to make tensors that it keeps.
+
+        Args:
+            bucket: of the call.
+            spec: of the call.
+            leaves: of the call.
+            first: the bucket that was captured at another size.
 
         Returns:
-            A function that returns the result, once; None if there is no graph.
+            True if there is a graph now that answers the call.
         """
         self._make_room(bucket)
         bucket.allocate()
-        assert bucket.pool is not None
-        writes, active_bytes = Writes(self.state.guard.distinct_tensors), bucket.pool.active_bytes()
-        self._capture(bucket)
+        bucket.take_findings(first)
+        is_trained, writes = isinstance(bucket, TrainedBucket), Writes(self.state.guard.distinct_tensors)
+        if is_trained:
+            capture.empty_cache()  # of what a check left there
+        # A capture writes nothing, and backwards of the caller's may be still to come.
+        with autograd.without_version_bumps(self.state.buffers()) if is_trained else nullcontext():
+            self._capture(bucket)
         self.state.note_writes(writes)
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.unmet_condition(spec):
             bucket.no_graph_reason = ""
-            return None
+            return False
         self._note_captured(bucket)
-        self.replay_count += 1
-        bucket.replay_call(leaves, spec)
-        assert bucket.outputs is not None
-        outputs = bucket.outputs
-        results = [cut() for cut in outputs.cuts(spec.host)]
-        bucket.write_back(leaves)
-        if bucket.pool.active_bytes() > active_bytes:
-            self._abandon_pool(bucket.pool)
-            self._captures_without_run[spec.family_key] = False
-        return lambda: outputs.rebuild(results)
+        return True
 
     def _abandon_pool(self, pool: GraphPool) -> None:
         """Drop a pool's graphs: the program keeps tensors that it made in a capture, which replays would overwrite."""
@@ -217,8 +234,9 @@ class GraphCache:
             with autograd.without_version_bumps(self.state.buffers()):
                 self._capture(bucket)
         self._note_captured(bucket)
-        if bucket.pool is not None and bucket.is_captured and type(bucket) is Bucket:
-            self._captures_without_run.setdefault(spec.family_key, bucket.pool.active_bytes() <= active_bytes)
+        if bucket.pool is not None and bucket.is_captured and bucket.can_lead:
+            keeps_tensors = bucket.pool.active_bytes() > active_bytes
+            self._captured_families.setdefault(spec.family_key, None if keeps_tensors else bucket)
         return result
 
     def _note_captured(self, bucket: Bucket) -> None:
@@ -318,7 +336,7 @@ class GraphCache:
             for bucket in self.buckets.values():
                 if isinstance(bucket, (CompiledBucket, CompiledTrainedBucket)):
                     bucket.take_code(self.compile_cache)
-        self._captures_without_run.clear()
+        self._captured_families.clear()
 
     def release(self) -> None:
         """Drop every graph and static input, and clear the reasons why buckets have none."""

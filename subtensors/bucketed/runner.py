@@ -185,8 +185,9 @@ class Bucketed(Reports, Generic[P, R]):
         bucket.last_call = next(self.graph_cache.call_numbers)
         if isinstance(bucket, TrainedBucket) and bucket.is_differentiable:
             if bucket.is_one_node:
-                return self._replay_with_grad(bucket, cached, leaves, spec)
-            result = bucket.run_tracked(spec, leaves)
+                result = self._replay_with_grad(bucket, leaves, spec)
+            else:
+                result = bucket.run_tracked(spec, leaves)
             bucket.count_call(cached.elements, is_hit=True)
             return result
         results = self._replay(bucket, cached, leaves, spec)
@@ -211,15 +212,12 @@ class Bucketed(Reports, Generic[P, R]):
             bucket.write_back(leaves)
         return results
 
-    def _replay_with_grad(
-        self, bucket: TrainedBucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec
-    ) -> PyTree:
+    def _replay_with_grad(self, bucket: TrainedBucket, leaves: list[PyTree], spec: CallSpec) -> PyTree:
         """Replay the graph as a node of the caller's autograd graph."""
         outputs = bucket.outputs
         assert outputs is not None
         call = TrainingCall(bucket, leaves, spec, self._lock, self.graph_cache)
         tensors = iter(TrackedFunction.apply(call, *call.grad_inputs))  # type: ignore[no-untyped-call]
-        bucket.count_call(cached.elements, is_hit=True)
         leaves = [next(tensors) if isinstance(x.value, Tensor) else x.cut(spec.host)() for x in outputs.leaves]
         return outputs.rebuild(leaves)
 
@@ -231,13 +229,25 @@ class Bucketed(Reports, Generic[P, R]):
         self.fallbacks.count(reason)
         return result
 
+    def _captured(self, bucket: Bucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec) -> PyTree:
+        """Capture a graph for a bucket, and answer its first call: by the program, or by the graph already."""
+
+        def replayed() -> PyTree:
+            if isinstance(bucket, TrainedBucket):
+                return self._replay_with_grad(bucket, leaves, spec)
+            results = self._replay(bucket, cached, leaves, spec)
+            assert bucket.outputs is not None
+            return bucket.outputs.rebuild(results)
+
+        return self.graph_cache.first_call(bucket, spec, leaves, replayed)
+
     def _first_call(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Answer a bucket's first call, and capture a graph for later calls."""
         bucket, spec = cached.bucket, cached.spec
         assert bucket is not None
         assert spec is not None
         try:
-            result = self.graph_cache.first_call(bucket, spec, leaves)
+            result = self._captured(bucket, cached, leaves, spec)
         except Exception as error:  # whatever a program says of padded tensors
             raised = error
         else:
@@ -304,7 +314,7 @@ class Bucketed(Reports, Generic[P, R]):
         copied = {source.leaf for source in spec.inputs}
         leaves = [x.clone() if i in copied else x for i, x in enumerate(leaves)]
         try:
-            self.graph_cache.first_call(bucket, spec, leaves)
+            self._captured(bucket, cached, leaves, spec)
         except Exception as error:  # as in a call, which will say so
             bucket.no_graph_reason = summarize_error(error)
         if bucket.no_graph_reason:

@@ -70,6 +70,17 @@ class TrainedBucket(Bucket):
         self.first_leaf_ids: frozenset[int] = frozenset()
         """Ids of the leaves that the first call's results depend on."""
 
+    @property
+    def can_lead(self) -> bool:
+        """Return whether a call is one node of the caller's graph; a whole training step is none, but takes itself."""
+        return super().can_lead and self.is_differentiable
+
+    def take_findings(self, other: Bucket) -> None:
+        """Take which leaves the results depend on."""
+        assert isinstance(other, TrainedBucket)
+        self.is_differentiable, self.unaliased = other.is_differentiable, other.unaliased
+        self.first_leaf_ids = other.first_leaf_ids
+
     def grad_inputs(self, leaves: Sequence[PyTree]) -> list[Tensor]:
         """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
         copied = [leaves[source.leaf] for source in self.spec.inputs]

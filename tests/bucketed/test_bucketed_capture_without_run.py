@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -21,7 +22,8 @@ def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monke
     if watches:  # what is there already is none of the tensors that a pool looks through; conftest.py freezes, too
         gc.collect()
         gc.freeze()
-    return pretend(monkeypatch, watches) if device == "cpu" else []
+    trained = "training" in request.function.__name__
+    return pretend(monkeypatch, watches, trained) if device == "cpu" else []
 
 
 def data(n: int, device: str) -> Tensor:
@@ -57,6 +59,104 @@ def test_only_the_first_bucket_is_run_before_its_capture(device: str, pools: lis
     # A pretended replay runs the program as well, so that only a GPU tells.
     assert device == "cpu" or seen == [2, 3, 3, 4, 5, 5]
     assert [(p.runs, p.captures) for p in pools] in ([], [(1, 4)])
+
+
+def assert_trains(run: Any, net: nn.Module, alone: nn.Module, n: int, device: str) -> None:
+    """Compare a call and its gradients with those of an equal module without buckets."""
+    x = data(n, device)
+    cotangent = torch.randn_like(x)
+    found, expected = run(x), alone(x)
+    torch.testing.assert_close(found, expected)
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_only_the_first_bucket_of_a_training_is_run_before_its_capture(device: str, pools: list[PretendPool]) -> None:
+    class Net(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(super().forward(x)).exp()
+
+    net = Net().to(device)
+    alone = copy.deepcopy(net)
+    run = st.bucketed(net, {"x": {1: SEQ}}, check=False)
+    seen = []
+    for n in (5, 30, 7, 12, 20, 31):
+        assert_trains(run, net, alone, n, device)
+        assert net.calls.item() == alone.calls.item()
+        seen.append(net.python)
+    stats = run.stats()
+    assert (stats.captures, stats.hits) == (4, 2)
+    # A call for the caller's autograd, a run on the pool's stream and a capture; then a capture a size.
+    assert device == "cpu" or seen == [3, 4, 4, 5, 6, 6]
+    assert [(p.runs, p.captures) for p in pools] in ([], [(1, 8)])
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_training_that_keeps_tensors_of_its_capture_is_run_at_every_size(
+    device: str, pools: list[PretendPool], checks: bool
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+            self.kept: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.shape[1]
+            if not self.kept or max(self.kept) < n:
+                self.kept[n] = torch.arange(n, dtype=torch.float64, device=device)
+            return self.linear(x + self.kept[max(self.kept)][:n, None]).exp()
+
+    net = Net().to(device)
+    alone = copy.deepcopy(net)
+    run = st.bucketed(net, {"x": {1: SEQ}}, check="first" if checks else False)
+    for n in (5, 12, 3, 30, 10, 20, 30, 4):
+        assert_trains(run, net, alone, n, device)
+    for n, table in net.kept.items():
+        assert torch.equal(getattr(table, "dense", table), torch.arange(n, dtype=torch.float64, device=device))
+
+
+def test_two_sizes_of_a_training_meet_in_one_loss_while_they_are_captured(
+    device: str, pools: list[PretendPool]
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).to(device, torch.float64)
+    alone = copy.deepcopy(net)
+    run = st.bucketed(net, {"input": {1: SEQ}}, check=False)
+    for module in (net, alone):
+        module.eval()
+    for sizes in ((5,), (30, 12), (20, 6, 31)):
+        inputs = [data(n, device) for n in sizes]
+        sum(run(x).square().sum() for x in inputs).backward()
+        sum(alone(x).square().sum() for x in inputs).backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert run.stats().captures == 4
+
+
+@pytest.mark.gpu
+def test_a_training_saves_nothing_outside_of_the_pool_at_a_size_that_is_new() -> None:
+    weight = nn.Parameter(torch.randn((), device="cuda"))
+
+    def program(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = (x * weight).sin()  # which saves two tensors for its backward
+        return x.sum()
+
+    run = st.bucketed(program, {"x": {0: SEQ}}, check=False)
+    run(torch.randn(5, 1 << 20, device="cuda")).backward()
+    x = torch.randn(30, 1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(x).backward()
+    peak, saved = torch.cuda.max_memory_allocated() - before, 16 * 32 * (1 << 20) * 4
+    assert saved < peak < 1.5 * saved
 
 
 @torch.no_grad()
