@@ -81,6 +81,8 @@ class Bucket:
             [source.shape for source in spec.inputs],
         )
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.held: list[object] = []
+        """What the program no longer holds and its graph may read."""
         self.outputs: Outputs | None = None
         self.no_graph_reason = ""
         """The reason why it can't be captured, once that is known; "" until then."""
@@ -366,12 +368,17 @@ class Bucket:
         if self.no_graph_reason:
             statistics.fallbacks[self.no_graph_reason] += by
 
+    def hold(self, restored: Snapshot) -> None:
+        """Hold what a restore took from the program's objects as long as the graph lives, which may read it."""
+        if self.graph is not None and restored.objects is not None and restored.objects.undone:
+            self.held.append(restored.objects.undone)
+
     def drop_graph(self) -> None:
         """Drop the graph, and return its memory to the pool."""
         self.outputs = None
         if self.graph is not None and self.pool is not None:
             self.pool.drop(self.graph)
-        self.graph = None
+        self.graph, self.held = None, []
         self.statistics.graph_bytes = 0
 
     def refuse(self, error: Exception) -> None:

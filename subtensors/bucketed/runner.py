@@ -341,6 +341,7 @@ class Bucketed(Reports, Generic[P, R]):
                 return self._answer_and_check(cached, leaves, args, kwargs)[1]
             finally:
                 before.restore()
+                cached.bucket.hold(before)
 
     def generate(self, *args: PyTree, **options: PyTree) -> PyTree:
         """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.

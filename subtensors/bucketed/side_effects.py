@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -57,6 +57,8 @@ class ObjectSnapshot:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
+        self.undone: list[object] = []
+        """The attributes and contents that the last restore replaced."""
         self._before: list[tuple[str, Any, Any]] = []
         for x in objects:
             attributes = attributes_of(x)
@@ -67,12 +69,14 @@ class ObjectSnapshot:
 
     def restore(self) -> str:
         """Undo what was written since the snapshot; return the class name of the first changed object, "" if none."""
-        written = ""
+        written, self.undone = "", []
         for name, part, before in self._before:
             is_container = type(part) in _CONTAINERS
-            if _is_same(part if is_container else attributes_of(part), before):
+            now = part.copy() if is_container else attributes_of(part)
+            if _is_same(now, before):
                 continue
             written = written or name
+            self.undone.append(now)
             if is_container:
                 part.clear()
                 part.update(before) if isinstance(part, dict) else part.extend(before)
@@ -172,7 +176,7 @@ class Snapshot:
         devices: the devices whose random generators are included.
         always: tensors that are copied however large they are.
         extra: further tensors that may be written to.
-        undo: functions that restore what else may be written to.
+        objects: a snapshot of the objects that may be written to.
         generators: random generators besides those of the state.
     """
 
@@ -182,7 +186,7 @@ class Snapshot:
         devices: Iterable[torch.device],
         always: Sequence[Tensor],
         extra: Iterable[Tensor],
-        undo: Sequence[Callable[[], object]] = (),
+        objects: ObjectSnapshot | None = None,
         generators: Iterable[Generator] = (),
     ) -> None:
         self._state, self._registered = state, state.registered()
@@ -204,7 +208,7 @@ class Snapshot:
         self._values = _Values(copied.values())
         self._copied = set(map(id, self._values.tensors))
         self._writes, self._writes_left_out = Writes(self._values.tensors), Writes(left_out)
-        self._undo = undo
+        self.objects = objects
 
     def has_copy(self, t: Tensor) -> bool:
         """Return whether the snapshot holds a tensor's values."""
@@ -246,8 +250,8 @@ class Snapshot:
         with autograd.without_version_bumps(self._values.tensors):
             self._values.restore(others)
         self._rng.restore()
-        for undo in self._undo:
-            undo()
+        if self.objects is not None:
+            self.objects.restore()
         if not self.can_restore():
             _log.warning("a run that must have no side effects wrote to a tensor too large to keep a copy of")
 

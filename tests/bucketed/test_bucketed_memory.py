@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bucketed_rows import SEQ
+from pretend_graphs import pretend
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,6 +75,54 @@ def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
             net.zero_grad()
             found.append(seen(run, device))
     check_flat(*found)
+
+
+class Table:
+    """Numbers that a program keeps."""
+
+    def __init__(self, n: int, device: str) -> None:
+        self.numbers = torch.arange(n, dtype=torch.float64, device=device)
+
+
+@pytest.mark.parametrize("way", ["training", "run.check"])
+def test_what_a_check_takes_from_a_module_lives_as_long_as_the_graph_that_reads_it(
+    way: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check undoes what a call has written, and so drops what the call made and kept: its graph reads it still."""
+    if device == "cpu":
+        pretend(monkeypatch, trained=True)
+    tables: list[weakref.ref[Table]] = []
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3, dtype=torch.float64, device=device)
+            self.table: Table | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = Table(SEQ.max or 0, device)
+                tables.append(weakref.ref(self.table))
+            return self.inner(x) * self.table.numbers[: x.shape[1], None]  # type: ignore[no-any-return]
+
+    net = Keeping()
+    run = st.bucketed(net, {"x": {1: SEQ}})
+    x = torch.randn(2, 5, 3, dtype=torch.float64, device=device)
+    with torch.set_grad_enabled(way == "training"):
+        (run if way == "training" else run.check)(x)
+        assert net.table is None
+        assert run.stats().captures == 1
+        del tables[0]  # of the plain program
+        gc.collect()
+        assert [table() is not None for table in tables] == [True]
+        if device == "cuda":  # which fills what is free, and gives it back
+            torch.full((64 * MIB,), float("nan"), device=device)
+            torch.cuda.empty_cache()
+        expected = net.inner(x) * torch.arange(5, device=device)[:, None]
+        torch.testing.assert_close(run(x), expected)
+        run.release()
+        gc.collect()
+        assert tables[0]() in (None, net.table)
 
 
 @torch.no_grad()

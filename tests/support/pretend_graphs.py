@@ -67,7 +67,7 @@ class PretendPool:
             self.is_capturing = False
         self.captures += 1
         if self.watches:
-            self._held += _tensors() - before - len(out.tensors()) - tape.kept()
+            self._held += _tensors() - before - len(_results(out)) - tape.kept()
         self.graphs.append(PretendGraph(self, tape))
         return self.graphs[-1], out
 
@@ -85,6 +85,11 @@ class PretendPool:
 
     def active_bytes(self) -> int:
         return self._held
+
+
+def _results(out: Any) -> list[Tensor]:
+    """What a capture gives: a forward its outputs, a backward gradients."""
+    return [x for x in out if x is not None] if isinstance(out, list) else out.tensors()
 
 
 def _tensors() -> int:
