@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,8 +88,11 @@ class Tape(TorchDispatchMode):
 
     def kept(self) -> int:
         """How many tensors this holds itself."""
-        held = [x for _, leaves, _, kept, _ in self._calls for x in (*leaves, *kept) if isinstance(x, Tensor)]
-        return len({id(x) for x in (*held, *self.made, *[x for *_, x in self.read.values()])})
+        return len(self._held())
+
+    def _held(self) -> list[Tensor]:
+        found = [x for _, leaves, _, kept, _ in self._calls for x in (*leaves, *kept) if isinstance(x, Tensor)]
+        return list({id(x): x for x in (*found, *self.made, *[x for *_, x in self.read.values()])}.values())
 
     def reads_of(self, other: Tape) -> bool:
         """Does it read what another one writes?"""
@@ -100,8 +104,18 @@ class Tape(TorchDispatchMode):
             for t in self.made:
                 t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0)
 
+    def check_read(self) -> None:
+        """Raise if memory from elsewhere is nobody's any more: a graph on a GPU would read what was given back."""
+        own = Counter(_memory(x) for x in self._held() if x.layout is torch.strided)
+        for place, (storage, _, x) in self.read.items():
+            if place in self._constants or not storage.nbytes():
+                continue
+            if torch._C._storage_Use_Count(storage._cdata) <= own[place] + 1:
+                raise AssertionError(f"a graph reads memory that was given back, of {tuple(x.shape)}")
+
     def replay(self) -> None:
         """Do it all again, in the same memory and with the same numbers."""
+        self.check_read()
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, held, spec, kept, fresh in self._calls:
                 args, kwargs = pytree.tree_unflatten(held, spec)
