@@ -22,7 +22,7 @@ returns its part to the pool; torch frees the pool as a whole, with its last gra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -119,6 +119,13 @@ class GraphPool:
                 empty = torch.empty(0, dtype=t.dtype, device=t.device)
                 aliases[t] = empty.set_(memory, t.storage_offset(), t.shape, t.stride())
         return aliases
+
+    def outside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return some tensors without plain ones in the pool's memory."""
+        segments = capture_module.pool_segments(self._handle) if self._handle is not None else []
+        plain = [t for t in tensors if type(t) is Tensor and t.layout is torch.strided]
+        inside = {id(t) for t in plain if any(begin <= t.data_ptr() < end for begin, end in segments)}
+        return [t for t in tensors if id(t) not in inside]
 
     def _replace_stuck_stream(self) -> None:
         """Replace the stream if a failed capture could not be ended on it."""

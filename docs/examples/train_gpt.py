@@ -61,7 +61,7 @@ class Plan:
         evaluation_batches: batches of the evaluation, at most.
         parallel: what several processes do, "ddp" or "fsdp".
         dtype: of the parameters.
-        autocast: whether the model is under bfloat16 autocast; on a GPU alone.
+        autocast: whether the forward runs under bfloat16 autocast; without effect on a CPU.
         seed: of the parameters and of the order of the documents.
     """
 
@@ -109,7 +109,7 @@ class Loss(nn.Module):
     Args:
         model: next-token logits from (batch, length) tokens.
         longest: tokens of the longest row, where the trunk runs through `st.bucketed`; None for the plain trunk.
-        autocast: whether the model is under bfloat16 autocast.
+        autocast: whether the forward runs under bfloat16 autocast.
     """
 
     def __init__(self, model: GPT, longest: int | None, autocast: bool) -> None:

@@ -81,8 +81,8 @@ class Bucket:
             [source.shape for source in spec.inputs],
         )
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.held: list[object] = []
-        """What the program no longer holds and its graph may read."""
+        self.retained: list[Tensor] = []
+        """Tensors that the graph may read and nothing else may keep alive."""
         self.outputs: Outputs | None = None
         self.no_graph_reason = ""
         """The reason why it can't be captured, once that is known; "" until then."""
@@ -266,12 +266,12 @@ class Bucket:
         return result
 
     @property
-    def can_lead(self) -> bool:
-        """Return whether buckets of other sizes can be captured by what was found here, without a run of their own."""
+    def can_share_first_run(self) -> bool:
+        """Return whether other sizes can be captured without a first run of their own."""
         return not self.has_compiled_code
 
-    def take_findings(self, other: Bucket) -> None:
-        """Take what the first run at another size found, and what holds at any size."""
+    def copy_first_run(self, other: Bucket) -> None:
+        """Copy what the first run of another size found and holds at every size."""
 
     def unmet_condition(self, spec: CallSpec) -> str:
         """Return a condition that a call's true sizes don't meet, or ""; branches count unless a check agreed."""
@@ -315,9 +315,10 @@ class Bucket:
 
     @contextmanager
     def measured_capture(self, pool: GraphPool) -> Iterator[None]:
-        """A context for a capture into a pool, which counts it, its time and its memory."""
+        """A context for a capture into a pool, which is measured and retains the tensors that the graph may read."""
         before, started = pool.bytes(), time.perf_counter()
         yield
+        self.retained = pool.outside(self.state.unwatched_tensors())
         self.statistics.graph_bytes = pool.bytes() - before
         self.statistics.captures += 1
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3
@@ -368,17 +369,12 @@ class Bucket:
         if self.no_graph_reason:
             statistics.fallbacks[self.no_graph_reason] += by
 
-    def hold(self, restored: Snapshot) -> None:
-        """Hold what a restore took from the program's objects as long as the graph lives, which may read it."""
-        if self.graph is not None and restored.objects is not None and restored.objects.undone:
-            self.held.append(restored.objects.undone)
-
     def drop_graph(self) -> None:
         """Drop the graph, and return its memory to the pool."""
         self.outputs = None
         if self.graph is not None and self.pool is not None:
             self.pool.drop(self.graph)
-        self.graph, self.held = None, []
+        self.graph, self.retained = None, []
         self.statistics.graph_bytes = 0
 
     def refuse(self, error: Exception) -> None:

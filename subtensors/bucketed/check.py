@@ -211,7 +211,6 @@ class Checker:
         if not difference and not (isinstance(bucket, TrainedBucket) and bucket.is_differentiable):
             return result, CheckReport(sizes)
         before.restore()
-        bucket.hold(before)
         bucket.count_call(elements, is_hit=is_replay, by=-1)
         if not difference:
             result = answer()  # the comparison took gradients through the call's graph
@@ -266,10 +265,10 @@ class Checker:
         given = [dense_of(x) for x in leaves if isinstance(x, Tensor)]
         others = [x for x in leaves if not isinstance(x, Tensor)]
         modules = [module for root in self._state.guard.roots for module in root.modules()]
-        objects, own = ObjectSnapshot([*others, *modules]), generators_in(others)
+        undo, own = [ObjectSnapshot([*others, *modules]).restore], generators_in(others)
         tensors = [*extra, *given, *callers_tensors(others)]
         always = self._known_large() if self._is_room() else []
-        return Snapshot(self._state, [bucket.device], always, tensors, objects, own)
+        return Snapshot(self._state, [bucket.device], always, tensors, undo, own)
 
     def _known_large(self) -> list[Tensor]:
         """Return what the program is known to write to, with what its optimizers made of it since."""

@@ -12,7 +12,7 @@
 ```
 
 The program runs once before its first capture alone: at another size the capture is its first run, and a replay the
-answer, unless the program keeps tensors that it makes, or tunes something, at every size.
+answer, unless the program is compiled, keeps tensors that it makes, or tunes something, at every size.
 
 A capture records addresses, so everything that it reads must stay where it is: the static inputs of the bucket, and
 the state of the program (`state_guard.py`). When `StateGuard.first_change()` names a change, `drop_stale` drops every
@@ -28,7 +28,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -38,7 +37,7 @@ from subtensors.bucketed.compiled import CompileCache, CompiledBucket, CompileOp
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
-from subtensors.bucketed.side_effects import Snapshot, rolled_back
+from subtensors.bucketed.side_effects import ObjectSnapshot, Snapshot, rolled_back
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.counts import format_bytes
 from subtensors.dispatch.graphs import capture
@@ -92,8 +91,8 @@ class GraphCache:
         self.forgotten_fallbacks: Counter[str] = Counter()
         """The fallbacks that buckets had counted which are forgotten now."""
         self._wasted_recaptures = self._hits_before = 0
-        self._captured_families: dict[BucketKey, Bucket | None] = {}
-        """For each captured family of calls, the bucket that was run before its capture; None if each has to be."""
+        self._shared_first_runs: dict[BucketKey, Bucket | None] = {}
+        """By family of calls, the bucket whose first run serves all its sizes; None if each size needs one."""
 
     def bucket_of(
         self, requires_grad: bool, spec: CallSpec, leaves: Sequence[PyTree], call: Call, device: torch.device
@@ -135,11 +134,11 @@ class GraphCache:
         if len(self.buckets) > MAX_BUCKETS:
             oldest = next((key for key, bucket in self.buckets.items() if not bucket.is_captured), None)
             if oldest is not None:
-                self.forgotten_fallbacks += self.buckets.pop(oldest).statistics.fallbacks
+                forgotten = self.buckets.pop(oldest)
+                self.forgotten_fallbacks += forgotten.statistics.fallbacks
+                self._shared_first_runs.pop(forgotten.spec.family_key, None)
 
-    def first_call(
-        self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replayed: Callable[[], PyTree]
-    ) -> PyTree:
+    def first_call(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replay: Callable[[], PyTree]) -> PyTree:
         """Answer the first call of a bucket, and capture a graph for later calls.
 
         If it can't be captured, the bucket's `no_graph_reason` says why.
@@ -148,30 +147,31 @@ class GraphCache:
             bucket: of the call.
             spec: of the call.
             leaves: of the call.
-            replayed: answers the call by the bucket's graph.
+            replay: returns the call's result from a replay of the bucket's graph.
         """
         if bucket.pool is not None:
             bucket.pool.wait_for_last_replay()
         if change := self.state.guard.first_change():
             self.drop_stale(change)
         try:
-            return self._first_run_or_capture(bucket, spec, leaves, replayed)
+            return self._first_run_or_capture(bucket, spec, leaves, replay)
         finally:
             self.state.guard.ignore_replaced()
 
     def _first_run_or_capture(
-        self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replayed: Callable[[], PyTree]
+        self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], replay: Callable[[], PyTree]
     ) -> PyTree:
-        first = self._captured_families.get(spec.family_key)
+        first = self._shared_first_runs.get(spec.family_key)
         if first is not None and bucket.pool is not None and not torch.backends.cudnn.benchmark:
+            self._make_room(bucket)
             active_bytes = bucket.pool.active_bytes()
             if self._capture_without_run(bucket, spec, leaves, first):
-                result = replayed()
+                result = replay()
                 if bucket.pool.active_bytes() > active_bytes:
                     self._abandon_pool(bucket.pool)
-                    self._captured_families[spec.family_key] = None
+                    self._shared_first_runs[spec.family_key] = None
                 return result
-            self._captured_families[spec.family_key] = None
+            self._shared_first_runs[spec.family_key] = None
         return self._run_and_capture(bucket, spec, leaves)
 
     def _capture_without_run(self, bucket: Bucket, spec: CallSpec, leaves: list[PyTree], first: Bucket) -> bool:
@@ -190,17 +190,18 @@ class GraphCache:
         Returns:
             True if there is a graph now that answers the call.
         """
-        self._make_room(bucket)
         bucket.allocate()
-        bucket.take_findings(first)
-        is_trained, writes = isinstance(bucket, TrainedBucket), Writes(self.state.guard.distinct_tensors)
-        if is_trained:
-            capture.empty_cache()  # of what a check left there
+        bucket.copy_first_run(first)
+        writes, objects = Writes(self.state.guard.distinct_tensors), ObjectSnapshot(self.state.guard.modules)
+        if isinstance(bucket, TrainedBucket):
+            capture.empty_cache()  # the pool can't use what earlier runs left in torch's cache
         # A capture writes nothing, and backwards of the caller's may be still to come.
-        with autograd.without_version_bumps(self.state.buffers()) if is_trained else nullcontext():
+        with autograd.without_version_bumps(self.state.buffers()):
             self._capture(bucket)
-        self.state.note_writes(writes)
+            self.state.note_writes(writes)  # before the versions are restored
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.unmet_condition(spec):
+            objects.restore()  # tensors that a capture made have no values without a replay
+            bucket.drop_graph()
             bucket.no_graph_reason = ""
             return False
         self._note_captured(bucket)
@@ -234,9 +235,9 @@ class GraphCache:
             with autograd.without_version_bumps(self.state.buffers()):
                 self._capture(bucket)
         self._note_captured(bucket)
-        if bucket.pool is not None and bucket.is_captured and bucket.can_lead:
+        if bucket.pool is not None and bucket.is_captured and bucket.can_share_first_run:
             keeps_tensors = bucket.pool.active_bytes() > active_bytes
-            self._captured_families.setdefault(spec.family_key, None if keeps_tensors else bucket)
+            self._shared_first_runs.setdefault(spec.family_key, None if keeps_tensors else bucket)
         return result
 
     def _note_captured(self, bucket: Bucket) -> None:
@@ -336,7 +337,7 @@ class GraphCache:
             for bucket in self.buckets.values():
                 if isinstance(bucket, (CompiledBucket, CompiledTrainedBucket)):
                     bucket.take_code(self.compile_cache)
-        self._captured_families.clear()
+        self._shared_first_runs.clear()
 
     def release(self) -> None:
         """Drop every graph and static input, and clear the reasons why buckets have none."""

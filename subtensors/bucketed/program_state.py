@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from subtensors.bucketed.reachable_state import ReachableState
+from subtensors.bucketed.reachable_state import ReachableState, reached_tensors
 from subtensors.bucketed.state_guard import Optimizers, StateGuard
 from subtensors.dispatch.graphs.guards import Writes, exact, is_plain
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached
@@ -72,6 +72,11 @@ class State:
     def tensors(self) -> list[Tensor]:
         """Return the current parameters, buffers and tensors that the program closes over."""
         return self.guard.tensors()
+
+    def unwatched_tensors(self) -> list[Tensor]:
+        """Return the tensors that the program reaches and the guard doesn't watch, such as tables that it makes."""
+        watched = set(map(id, self.guard.distinct_tensors))
+        return [t for t in reached_tensors(self._program) if id(t) not in watched]
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state by name, those of optimizers included."""

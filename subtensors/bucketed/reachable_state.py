@@ -134,13 +134,27 @@ class ReachableState:
         """The locations of its parts, objects and containers, and on the way there, each with the value found there."""
 
 
+def reached_tensors(program: Callable[..., object]) -> list[Tensor]:
+    """Return the tensors that a program reaches, detached: also computed ones, and those that its code doesn't name.
+
+    A PaddedTensor is given by its storage.
+    """
+    reached = _walk(_Found(program, None, None), _MAX_DEPTH, with_results=True)
+    _, functions = _names_used([x.value for x in reached])
+    for function in functions:
+        reached += _walk(_Found(function, None, None), 2, with_results=True)
+    found = {id(x.value): x.value for x in reached if isinstance(x.value, Tensor) and not is_lazy(x.value)}
+    dense = [t._dense if isinstance(t, PaddedTensor) else t for t in found.values()]
+    return [t if t.is_leaf else t.detach() for t in dense]
+
+
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Return the random generators among some values."""
     return [x for x in values if isinstance(x, torch.Generator | random.Random | np.random.Generator)]
 
 
-def _walk(start: _Found, depth: int) -> list[_Found]:
-    """Return all objects that a start leads to within so many steps, the nearest first."""
+def _walk(start: _Found, depth: int, with_results: bool = False) -> list[_Found]:
+    """Return all objects that a start leads to within so many steps, the nearest first; computed tensors if asked."""
     reached, seen = [], {id(start.value)}
     todo = deque([(start, depth)])
     while todo:
@@ -148,7 +162,7 @@ def _walk(start: _Found, depth: int) -> list[_Found]:
         reached.append(found)
         if depth and (isinstance(found.value, TensorList) or not isinstance(found.value, _WITHOUT_PARTS)):
             for location, value in _parts(found.value):
-                if not is_plain(value) and not _is_result(value) and id(value) not in seen:
+                if not is_plain(value) and (with_results or not _is_result(value)) and id(value) not in seen:
                     seen.add(id(value))
                     todo.append((_Found(value, location, found), depth - 1))
     return reached

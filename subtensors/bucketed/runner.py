@@ -17,10 +17,11 @@ What a call `run(x)` passes, the second time that it is made:
      cuts: a copy of each result at its true sizes              (outputs.py)
 ```
 
-The first call of a key is analyzed (`call_cache.py`), the first call of a bucket runs the program and captures it
-(`graph_cache.py`). A call that has no graph, for whatever reason, falls back: it runs the program at its true sizes,
-and the reason is counted (`statistics.py`). A call that autograd tracks is a node of the caller's autograd graph, whose
-backward is a second CUDA graph (`autograd_nodes.py`); a call made inside another bucketed program becomes a part of it.
+The first call of a key is analyzed (`call_cache.py`), the first call of a bucket captures the program, at the first
+size after a run of it (`graph_cache.py`). A call that has no graph, for whatever reason, falls back: it runs the
+program at its true sizes, and the reason is counted (`statistics.py`). A call that autograd tracks is a node of the
+caller's autograd graph, whose backward is a second CUDA graph (`autograd_nodes.py`); a call made inside another
+bucketed program becomes a part of it.
 """
 
 from __future__ import annotations
@@ -229,17 +230,17 @@ class Bucketed(Reports, Generic[P, R]):
         self.fallbacks.count(reason)
         return result
 
-    def _captured(self, bucket: Bucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec) -> PyTree:
-        """Capture a graph for a bucket, and answer its first call: by the program, or by the graph already."""
+    def _capture_and_answer(self, bucket: Bucket, cached: CachedCall, leaves: list[PyTree], spec: CallSpec) -> PyTree:
+        """Capture a bucket, and return the result of its first call, from the first run or a replay."""
 
-        def replayed() -> PyTree:
+        def replay() -> PyTree:
             if isinstance(bucket, TrainedBucket):
                 return self._replay_with_grad(bucket, leaves, spec)
             results = self._replay(bucket, cached, leaves, spec)
             assert bucket.outputs is not None
             return bucket.outputs.rebuild(results)
 
-        return self.graph_cache.first_call(bucket, spec, leaves, replayed)
+        return self.graph_cache.first_call(bucket, spec, leaves, replay)
 
     def _first_call(self, cached: CachedCall, leaves: list[PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Answer a bucket's first call, and capture a graph for later calls."""
@@ -247,7 +248,7 @@ class Bucketed(Reports, Generic[P, R]):
         assert bucket is not None
         assert spec is not None
         try:
-            result = self._captured(bucket, cached, leaves, spec)
+            result = self._capture_and_answer(bucket, cached, leaves, spec)
         except Exception as error:  # whatever a program says of padded tensors
             raised = error
         else:
@@ -314,7 +315,7 @@ class Bucketed(Reports, Generic[P, R]):
         copied = {source.leaf for source in spec.inputs}
         leaves = [x.clone() if i in copied else x for i, x in enumerate(leaves)]
         try:
-            self._captured(bucket, cached, leaves, spec)
+            self._capture_and_answer(bucket, cached, leaves, spec)
         except Exception as error:  # as in a call, which will say so
             bucket.no_graph_reason = summarize_error(error)
         if bucket.no_graph_reason:
@@ -341,7 +342,6 @@ class Bucketed(Reports, Generic[P, R]):
                 return self._answer_and_check(cached, leaves, args, kwargs)[1]
             finally:
                 before.restore()
-                cached.bucket.hold(before)
 
     def generate(self, *args: PyTree, **options: PyTree) -> PyTree:
         """Run a Hugging Face model's `generate`, with padded prompts and decode steps that are replays.

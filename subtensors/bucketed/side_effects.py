@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -57,8 +57,6 @@ class ObjectSnapshot:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
-        self.undone: list[object] = []
-        """The attributes and contents that the last restore replaced."""
         self._before: list[tuple[str, Any, Any]] = []
         for x in objects:
             attributes = attributes_of(x)
@@ -69,14 +67,12 @@ class ObjectSnapshot:
 
     def restore(self) -> str:
         """Undo what was written since the snapshot; return the class name of the first changed object, "" if none."""
-        written, self.undone = "", []
+        written = ""
         for name, part, before in self._before:
             is_container = type(part) in _CONTAINERS
-            now = part.copy() if is_container else attributes_of(part)
-            if _is_same(now, before):
+            if _is_same(part if is_container else attributes_of(part), before):
                 continue
             written = written or name
-            self.undone.append(now)
             if is_container:
                 part.clear()
                 part.update(before) if isinstance(part, dict) else part.extend(before)
@@ -176,7 +172,7 @@ class Snapshot:
         devices: the devices whose random generators are included.
         always: tensors that are copied however large they are.
         extra: further tensors that may be written to.
-        objects: a snapshot of the objects that may be written to.
+        undo: functions that restore what else may be written to.
         generators: random generators besides those of the state.
     """
 
@@ -186,7 +182,7 @@ class Snapshot:
         devices: Iterable[torch.device],
         always: Sequence[Tensor],
         extra: Iterable[Tensor],
-        objects: ObjectSnapshot | None = None,
+        undo: Sequence[Callable[[], object]] = (),
         generators: Iterable[Generator] = (),
     ) -> None:
         self._state, self._registered = state, state.registered()
@@ -208,7 +204,7 @@ class Snapshot:
         self._values = _Values(copied.values())
         self._copied = set(map(id, self._values.tensors))
         self._writes, self._writes_left_out = Writes(self._values.tensors), Writes(left_out)
-        self.objects = objects
+        self._undo = undo
 
     def has_copy(self, t: Tensor) -> bool:
         """Return whether the snapshot holds a tensor's values."""
@@ -250,8 +246,8 @@ class Snapshot:
         with autograd.without_version_bumps(self._values.tensors):
             self._values.restore(others)
         self._rng.restore()
-        if self.objects is not None:
-            self.objects.restore()
+        for undo in self._undo:
+            undo()
         if not self.can_restore():
             _log.warning("a run that must have no side effects wrote to a tensor too large to keep a copy of")
 

@@ -67,19 +67,19 @@ class TrainedBucket(Bucket):
         """The aliases that the program runs on in place of the parameters; see Note [Parameter aliases]."""
         self.unaliased: frozenset[int] = frozenset()
         """Ids of parameters that the program also reads from elsewhere, such as a list in a module."""
-        self.first_leaf_ids: frozenset[int] = frozenset()
-        """Ids of the leaves that the first call's results depend on."""
+        self.first_leaf_ids: frozenset[int] | None = frozenset()
+        """Ids of the leaves that the first run's results depend on; None if this size is captured without one."""
 
     @property
-    def can_lead(self) -> bool:
-        """Return whether a call is one node of the caller's graph; a whole training step is none, but takes itself."""
-        return super().can_lead and self.is_differentiable
+    def can_share_first_run(self) -> bool:
+        """Return False for a whole training step, too: its first run takes the step."""
+        return super().can_share_first_run and self.is_differentiable
 
-    def take_findings(self, other: Bucket) -> None:
-        """Take which leaves the results depend on."""
+    def copy_first_run(self, other: Bucket) -> None:
+        """Copy whether the results have gradients, and which parameters are read from elsewhere than their module."""
         assert isinstance(other, TrainedBucket)
         self.is_differentiable, self.unaliased = other.is_differentiable, other.unaliased
-        self.first_leaf_ids = other.first_leaf_ids
+        self.first_leaf_ids = None
 
     def grad_inputs(self, leaves: Sequence[PyTree]) -> list[Tensor]:
         """Return the tensors of a call that require grad: copied arguments, then tensors that are read in place."""
@@ -144,7 +144,8 @@ class TrainedBucket(Bucket):
             aliases: the aliases that stand for the parameters.
         """
         known = set(map(id, [*self.statics, *aliases, *self.grad_tensors_in_place()]))
-        if leaf_ids & self.first_leaf_ids - known:
+        # A leaf that only one of two runs has is made by the program; without a first run none may be unknown.
+        if (leaf_ids if self.first_leaf_ids is None else leaf_ids & self.first_leaf_ids) - known:
             raise NotDifferentiable("a result depends on a tensor that requires grad and is not found: pass it on")
 
     def first_run(self, spec: CallSpec, leaves: list[PyTree], before: Snapshot) -> PyTree:
@@ -252,6 +253,10 @@ class TrainedBucket(Bucket):
             with self.effects.noted(caller_runs_backward=self.is_differentiable):
                 self.graph, outputs = pool.capture(self._forward)
             self._set_outputs(outputs)
+            unaliased = self.unaliased
+            self._note_leaves([outputs.leaves[i].value for i in self.roots_at])
+            if self.unaliased != unaliased:
+                raise NotDifferentiable("a parameter is read from elsewhere than its module")
             del outputs
             self.is_differentiable = bool(self.roots_at)
             self.backward_graph, self.gradients = None, []

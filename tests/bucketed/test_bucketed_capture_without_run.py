@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -13,17 +12,14 @@ from pretend_graphs import PretendPool, pretend
 from torch import Tensor, nn
 
 import subtensors as st
+from subtensors.bucketed import graph_cache
 
 
 @pytest.fixture
 def pools(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> list[PretendPool]:
     """Where a CPU pretends to capture; none on a GPU, which does."""
-    watches = "keeps" in request.function.__name__
-    if watches:  # what is there already is none of the tensors that a pool looks through; conftest.py freezes, too
-        gc.collect()
-        gc.freeze()
     trained = "training" in request.function.__name__
-    return pretend(monkeypatch, watches, trained) if device == "cpu" else []
+    return pretend(monkeypatch, trained) if device == "cpu" else []
 
 
 def data(n: int, device: str) -> Tensor:
@@ -137,6 +133,97 @@ def test_two_sizes_of_a_training_meet_in_one_loss_while_they_are_captured(
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
     assert run.stats().captures == 4
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("of", ["another tensor", "a parameter"])
+def test_a_leaf_that_a_training_reads_at_another_size_alone_gets_its_gradient(
+    device: str, pools: list[PretendPool], checks: bool, of: str
+) -> None:
+    """A leaf that no walk over the program finds: the first size's run can't tell of it."""
+    net = nn.Linear(3, 3, dtype=torch.float64, device=device)
+    own = torch.ones(3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    leaf = net.weight if of == "a parameter" else own
+    get_hidden = {"hidden": leaf}.__getitem__
+
+    def program(x: Tensor) -> Tensor:
+        y: Tensor = net(x)
+        return (y @ get_hidden("hidden") if x.shape[1] > 16 else y).tanh()
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, check="first" if checks else False)
+    for n in (5, 30, 31):
+        x = data(n, device)
+        leaf.grad = None
+        run(x).sum().backward()
+        (expected,) = torch.autograd.grad(program(x).sum(), leaf, allow_unused=True)
+        torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_tensor_that_a_training_writes_to_at_another_size_alone_is_written_once(
+    device: str, pools: list[PretendPool], checks: bool
+) -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.float64, device=device)
+
+    def program(x: Tensor) -> Tensor:
+        if x.shape[1] > 16:
+            count.add_(1)
+        return net(x).tanh() * (count + 1)  # type: ignore[no-any-return]
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, check="first" if checks else False)
+    run(data(5, device)).sum().backward()
+    losses = [run(data(n, device)).sum() for n in (30, 5)]
+    assert count.item() == 1
+    torch.stack(losses).sum().backward()  # which replays the first one's forward again
+    assert count.item() == 1
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_table_made_in_a_capture_that_answers_nothing_is_made_again(
+    device: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        pretend(monkeypatch, trained=True)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3, dtype=torch.float64, device=device)
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            if x.shape[1] > 8:
+                if self.table is None:
+                    self.table = torch.arange(1, 4, dtype=torch.float64, device=device)
+                y = y * self.table
+            return y.sin() if x.shape[1] >= 20 else y.cos()  # true of the bucket of 17, not of 17
+
+    net = Net()
+    run = st.bucketed(net, {"x": {1: SEQ}}, check=False)
+    with torch.set_grad_enabled(trains):
+        for n in (5, 17, 18, 22):
+            x = data(n, device)
+            y = net.inner(x) * (torch.arange(1, 4, device=device) if n > 8 else 1)
+            torch.testing.assert_close(run(x), y.sin() if n >= 20 else y.cos())
+
+
+def test_a_bucket_that_is_forgotten_keeps_no_arguments(
+    device: str, pools: list[PretendPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_cache, "MAX_BUCKETS", 3)
+
+    class Options:
+        def __init__(self) -> None:
+            self.scale = torch.ones((), dtype=torch.float64, device=device)
+
+    run = st.bucketed(lambda x, options: x.softmax(1) * options.scale, {"x": {1: SEQ}}, check=False, max_graphs=1)
+    for _ in range(12):
+        run(data(5, device), Options())
+    cache = run.graph_cache
+    assert len(cache.buckets) <= 4
+    assert len(cache._shared_first_runs) <= len(cache.buckets)
 
 
 @pytest.mark.gpu

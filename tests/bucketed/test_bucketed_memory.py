@@ -77,13 +77,6 @@ def test_memory_stays_flat_over_thousands_of_gradients(device: str) -> None:
     check_flat(*found)
 
 
-class Table:
-    """Numbers that a program keeps."""
-
-    def __init__(self, n: int, device: str) -> None:
-        self.numbers = torch.arange(n, dtype=torch.float64, device=device)
-
-
 @pytest.mark.parametrize("way", ["training", "run.check"])
 def test_what_a_check_takes_from_a_module_lives_as_long_as_the_graph_that_reads_it(
     way: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -91,19 +84,19 @@ def test_what_a_check_takes_from_a_module_lives_as_long_as_the_graph_that_reads_
     """A check undoes what a call has written, and so drops what the call made and kept: its graph reads it still."""
     if device == "cpu":
         pretend(monkeypatch, trained=True)
-    tables: list[weakref.ref[Table]] = []
+    tables: list[weakref.ref[Tensor]] = []
 
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(3, 3, dtype=torch.float64, device=device)
-            self.table: Table | None = None
+            self.table: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
             if self.table is None:
-                self.table = Table(SEQ.max or 0, device)
+                self.table = torch.arange(SEQ.max or 0, dtype=torch.float64, device=device)
                 tables.append(weakref.ref(self.table))
-            return self.inner(x) * self.table.numbers[: x.shape[1], None]  # type: ignore[no-any-return]
+            return self.inner(x) * self.table[: x.shape[1], None]  # type: ignore[no-any-return]
 
     net = Keeping()
     run = st.bucketed(net, {"x": {1: SEQ}})
@@ -123,6 +116,29 @@ def test_what_a_check_takes_from_a_module_lives_as_long_as_the_graph_that_reads_
         run.release()
         gc.collect()
         assert tables[0]() in (None, net.table)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_table_that_a_program_replaces_lives_as_long_as_a_graph_that_reads_it(
+    requires_grad: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        pretend(monkeypatch, trained=True)
+    tables: list[Tensor] = []
+
+    def program(x: Tensor) -> Tensor:
+        if not tables or len(tables[0]) < x.shape[1]:  # the first time, and at a larger size
+            tables[:] = [torch.arange(2 * x.shape[1], dtype=torch.float64, device=device)]
+        return x.softmax(2) + tables[0][: x.shape[1], None]
+
+    run = st.bucketed(program, {"x": {1: SEQ}})
+    for n in (5, 12, 5, 30, 6, 12):
+        x = torch.randn(2, n, 3, dtype=torch.float64, device=device, requires_grad=requires_grad)
+        torch.testing.assert_close(run(x), x.softmax(2) + torch.arange(n, device=device)[:, None])
+        if device == "cuda":
+            torch.full((64 * MIB,), float("nan"), device=device)
+            torch.cuda.empty_cache()
+    assert run.stats().fallbacks == {}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from demo.__main__ import main
-from demo.compare import OURS, PLAIN, PLANS, SCALED, Run, compare, evaluated, exact, variants
+from demo.compare import OURS, PLAIN, PLANS, SCALED, Run, compare, evaluated, high_precision, variants
 from demo.evaluate import evaluate
 from demo.model import GPT, Size
 from demo.report import largest_loss_difference, median_with_interval, table
@@ -101,14 +101,14 @@ def test_on_a_cpu_each_loss_is_held_against_float64(runs: list[Run]) -> None:
     plain, _, ours = (max(run.errors) for run in runs)
     assert [len(run.errors) for run in runs] == [SMALL.steps] * 3
     assert 0 < ours <= 1.5 * plain + torch.finfo(torch.float32).eps * max(runs[0].losses)
-    assert f"{plain:.1e}" in next(line for line in shown(runs, SMALL).splitlines() if "to float64" in line)
+    assert f"{plain:.1e}" in next(line for line in shown(runs, SMALL).splitlines() if "against float64" in line)
 
 
 def test_on_a_gpu_each_loss_is_held_against_float32_without_autocast() -> None:
-    for plan in (PLANS["cuda"], exact(PLANS["cuda"])):
+    for plan in (PLANS["cuda"], high_precision(PLANS["cuda"])):
         assert plan.dtype == torch.float32
     assert PLANS["cuda"].autocast
-    assert not exact(PLANS["cuda"]).autocast
+    assert not high_precision(PLANS["cuda"]).autocast
 
 
 def test_a_chunked_loss_holds_no_logits(runs: list[Run]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,9 +86,12 @@ class Tape(TorchDispatchMode):
             if now.nbytes() == before.nbytes():
                 now.copy_(before)
 
-    def kept(self) -> int:
-        """How many tensors this holds itself."""
-        return len(self._held())
+    def kept_bytes(self, pool: Iterable[Tape], results: Collection[Tensor]) -> int:
+        """The bytes of what it made that others hold than the tapes of a pool, without the results."""
+        counted = _holders(pool)
+        but = set(map(_memory, results))
+        made = {place: t for t in self.made if (place := _memory(t)) not in but and not t.is_meta}
+        return sum(t.untyped_storage().nbytes() for place, t in made.items() if _use_count(place) > counted[place])
 
     def _held(self) -> list[Tensor]:
         found = [x for _, leaves, _, kept, _ in self._calls for x in (*leaves, *kept) if isinstance(x, Tensor)]
@@ -104,18 +107,17 @@ class Tape(TorchDispatchMode):
             for t in self.made:
                 t.fill_(float("nan") if t.is_floating_point() or t.is_complex() else 0)
 
-    def check_read(self) -> None:
-        """Raise if memory from elsewhere is nobody's any more: a graph on a GPU would read what was given back."""
-        own = Counter(_memory(x) for x in self._held() if x.layout is torch.strided)
+    def check_use_after_free(self, pool: Iterable[Tape]) -> None:
+        """Raise AssertionError if it reads memory that none but the tapes of a pool hold, which a GPU has freed."""
+        tapes = [*pool]
+        counted, made = _holders(tapes), set[int]().union(*[tape._own for tape in tapes])
         for place, (storage, _, x) in self.read.items():
-            if place in self._constants or not storage.nbytes():
-                continue
-            if torch._C._storage_Use_Count(storage._cdata) <= own[place] + 1:
-                raise AssertionError(f"a graph reads memory that was given back, of {tuple(x.shape)}")
+            is_outside = not (place in made or place in self._constants or x.is_meta) and storage.nbytes()
+            if is_outside and _use_count(place) <= counted[place]:
+                raise AssertionError(f"a graph reads memory that was freed, of {tuple(x.shape)}")
 
     def replay(self) -> None:
         """Do it all again, in the same memory and with the same numbers."""
-        self.check_read()
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, held, spec, kept, fresh in self._calls:
                 args, kwargs = pytree.tree_unflatten(held, spec)
@@ -146,6 +148,17 @@ def taped(inputs: Sequence[Tensor]) -> Iterator[Tape]:
                 yield tape
         finally:
             tape.put_back()
+
+
+def _holders(tapes: Iterable[Tape]) -> Counter[int]:
+    """How many tensors some tapes hold of each memory."""
+    return Counter(_memory(x) for tape in tapes for x in tape._held() if x.layout is torch.strided)
+
+
+def _use_count(memory: int) -> int:
+    """How many tensors hold some memory."""
+    found: int = torch._C._storage_Use_Count(memory)
+    return found - 1  # the count's own
 
 
 def _memory(x: Tensor) -> int:

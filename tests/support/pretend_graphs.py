@@ -6,7 +6,7 @@ What a graph made holds NaN until it is replayed, and again once another graph o
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,10 +23,11 @@ class PretendGraph:
     Args:
         pool: of the graph.
         tape: what it did.
+        results: what it gives, which the bucket holds.
     """
 
-    def __init__(self, pool: PretendPool, tape: Tape) -> None:
-        self.pool, self.tape = pool, tape
+    def __init__(self, pool: PretendPool, tape: Tape, results: list[Tensor]) -> None:
+        self.pool, self.tape, self.results = pool, tape, [x.detach() for x in results]
         tape.spoil()
 
     def replay(self) -> None:
@@ -34,30 +35,24 @@ class PretendGraph:
         for other in self.pool.graphs:
             if other is not self and not self.tape.reads_of(other.tape):
                 other.tape.spoil()
+        self.tape.check_use_after_free([graph.tape for graph in self.pool.graphs])
         self.tape.replay()
 
 
 class PretendPool:
-    """What `GraphPool` is on a GPU.
+    """What `GraphPool` is on a GPU."""
 
-    Args:
-        watches: does it look for tensors that outlive a capture? It takes a while.
-    """
-
-    def __init__(self, watches: bool) -> None:
-        self.watches = watches
+    def __init__(self) -> None:
         self.graphs: list[PretendGraph] = []
         self.buckets: list[Bucket] = []
         self.runs = self.captures = 0
         self.is_capturing = False
-        self._held = 0
 
     def run(self, program: Callable[[], Any]) -> Any:
         self.runs += 1
         return program()
 
     def capture(self, program: Callable[[], Any]) -> tuple[PretendGraph, Any]:
-        before = _tensors() if self.watches else 0
         inputs = [t for bucket in self.buckets if bucket.is_allocated for t in bucket.inputs()]
         self.is_capturing = True
         try:
@@ -66,13 +61,14 @@ class PretendPool:
         finally:
             self.is_capturing = False
         self.captures += 1
-        if self.watches:
-            self._held += _tensors() - before - len(_results(out)) - tape.kept()
-        self.graphs.append(PretendGraph(self, tape))
+        self.graphs.append(PretendGraph(self, tape, _results(out)))
         return self.graphs[-1], out
 
     def non_owning_aliases(self, tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         return {}
+
+    def outside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t for t in tensors if not any(graph.tape.is_unknown(t) for graph in self.graphs)]
 
     def wait_for_last_replay(self) -> None:
         pass
@@ -84,7 +80,14 @@ class PretendPool:
         return sum(t.nbytes for graph in self.graphs for t in graph.tape.made)
 
     def active_bytes(self) -> int:
-        return self._held
+        """The bytes of what a program keeps; what only waits to be collected is nobody's."""
+        if self._kept_bytes():
+            gc.collect()
+        return self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        tapes = [graph.tape for graph in self.graphs]
+        return sum(graph.tape.kept_bytes(tapes, graph.results) for graph in self.graphs)
 
 
 def _results(out: Any) -> list[Tensor]:
@@ -92,18 +95,11 @@ def _results(out: Any) -> list[Tensor]:
     return [x for x in out if x is not None] if isinstance(out, list) else out.tensors()
 
 
-def _tensors() -> int:
-    """How many there are, but for what only waits to be collected."""
-    gc.collect()
-    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
-
-
-def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = False) -> list[PretendPool]:
+def pretend(patch: pytest.MonkeyPatch, trained: bool = False) -> list[PretendPool]:
     """Have programs on a CPU captured into pools like a GPU's.
 
     Args:
         patch: undoes it.
-        watches: see `PretendPool`.
         trained: those as well that autograd tracks.
 
     Returns:
@@ -116,7 +112,7 @@ def pretend(patch: pytest.MonkeyPatch, watches: bool = False, trained: bool = Fa
         bucket: Any = plain(graph_cache, requires_grad, *arguments)
         if bucket.device.type == "cpu" and (trained or not requires_grad):
             if bucket.device not in graph_cache.pools:
-                pools.append(PretendPool(watches))
+                pools.append(PretendPool())
                 graph_cache.pools[bucket.device] = pools[-1]
             bucket.pool = graph_cache.pools[bucket.device]
             bucket.pool.buckets.append(bucket)

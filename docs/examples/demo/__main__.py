@@ -36,7 +36,7 @@ def image_path(text: str) -> Path:
 
 
 SECONDS_A_STEP = {"cpu": 5.0, "cuda": 0.5}
-"""The seconds of a step of all variants, about: on two cores of a CPU, on an H200."""
+"""Seconds of one step of all trainings, the one in higher precision included: on two cores of a CPU, on an H200."""
 
 
 def announcement(plan: Plan) -> str:

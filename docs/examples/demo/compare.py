@@ -1,9 +1,9 @@
 """The demo command: the training of `train_gpt`, without subtensors and with it, step by step side by side.
 
 Each step is taken by every variant before the next one, in an order that is drawn anew: a machine that is slower for a
-while is so for all of them. Losses differ by rounding, and by how much is shown: each run's distance from a plain
-training whose rounding is far smaller, and that of a second plain training, whose gradients are of three times the loss
-and divided by three: mathematically the same, but each of its numbers is rounded at another place.
+while is so for all of them. Losses differ by rounding, and by how much is shown: how far each run is from a plain
+training in higher precision, and how far a second plain training is from the first. Its loss is scaled by 3 and its
+gradients are divided by 3, which is mathematically the same, but rounded otherwise.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MEMORY_STEPS = 8
 """Steps of a variant alone, whose memory is measured; on a CPU the one with the longest documents."""
 
 
-def exact(plan: Plan) -> Plan:
-    """Return the plan with the least rounding that the device has time for: float64, on a GPU float32 throughout."""
+def high_precision(plan: Plan) -> Plan:
+    """Return the plan in float64, on a GPU in float32 without autocast."""
     if plan.device == "cuda":
         return dataclasses.replace(plan, autocast=False)
     return dataclasses.replace(plan, dtype=torch.float64)
 
 
 class Scaled(Training):
-    """The same training by the gradients of three times the loss, as gradient scaling takes them."""
+    """The same training with its loss scaled, as by `torch.amp.GradScaler`; its step divides the gradients, too."""
 
     SCALE = 3.0
 
@@ -80,7 +80,7 @@ class Run:
         name: of the variant.
         training: the variant.
         losses: one a step, in nats a token.
-        errors: how far each loss is from that of the plain training of the `exact` plan.
+        errors: how far each loss is from that of the plain training in higher precision.
         first_step_ms: the first whole step, with the state it makes and what it compiles.
         step_ms: each later step: batch, forward, backward, optimizer.
         optimizer_ms: the optimizer's part of each of them.
@@ -149,12 +149,12 @@ def compare(plan: Plan, on_step: Callable[[float], None] = lambda loss: None) ->
     peaks = {name: memory_alone(make, plan) for name, make in made.items()}
     gc.collect()
     runs = [Run(name, make(), peak_mb=peaks[name]) for name, make in made.items()]
-    reference = Training(exact(plan), data, ours=False)
+    high_precision_training = Training(high_precision(plan), data, ours=False)
     order = random.Random(plan.seed)
     for _ in range(plan.steps):
         for run in order.sample(runs, len(runs)):
             run.step()
-        truth = reference.step()
+        truth = high_precision_training.step()
         for run in runs:
             run.errors.append(abs(run.losses[-1] - truth))
         on_step(runs[0].losses[-1])

@@ -74,8 +74,8 @@ def table(runs: Sequence[Run], plan: Plan) -> Table:
             ["reference", *(f"{largest_loss_difference(run, runs[0]):.1e}" for run in runs[1:])],
         ),
     ]
-    exact = "float32 without autocast" if plan.device == "cuda" else "float64"
-    rows += [(f"largest error of a loss, to {exact}", [f"{max(run.errors):.1e}" for run in runs])]
+    precision = "float32 without autocast" if plan.device == "cuda" else "float64"
+    rows += [(f"largest error of a loss, against {precision}", [f"{max(run.errors):.1e}" for run in runs])]
     if plan.device == "cuda":
         rows += [
             ("first step, ms", [f"{run.first_step_ms:.0f}" for run in runs]),
@@ -100,7 +100,7 @@ def table(runs: Sequence[Run], plan: Plan) -> Table:
         result.add_row(label, *cells)
     spread = largest_loss_difference(next(run for run in runs if run.name == SCALED), runs[0])
     result.caption = (
-        f"Two plain runs, one by the gradients of three times the loss, differ by {spread:.1e}, by rounding alone."
+        f"Two plain runs, one with its loss scaled by 3, differ by {spread:.1e}, by rounding alone."
         f"{'' if plan.device == 'cuda' else ' ' + ON_A_CPU}"
     )
     return result
