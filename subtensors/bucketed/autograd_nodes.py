@@ -5,7 +5,7 @@ The node's forward replays the bucket's forward graph, its backward the bucket's
 Note [Another replay between forward and backward]
 All graphs share one pool, so a replay overwrites what another bucket's forward saved for its backward. Replays are
 counted. If one came between a call's forward and its backward, as with two calls in one loss, the forward is replayed
-again on the call's inputs, with the same random numbers, and the buffers are restored afterwards.
+again on the call's inputs, with the same random numbers and buffers, and the buffers are restored afterwards.
 
 Note [Calls inside another program]
 If a whole training step is bucketed, its loss may be bucketed too, with `compile`. The step passes on the PaddedTensors
@@ -25,7 +25,7 @@ from subtensors.bucketed.call_spec import CallSpec, LeafDims
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.graph_cache import GraphCache
 from subtensors.bucketed.outputs import Output, Outputs
-from subtensors.bucketed.side_effects import restore_state
+from subtensors.bucketed.side_effects import copies, restore_state
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.tree import PyTree
@@ -87,6 +87,7 @@ class TrainingCall:
         graphs: GraphCache,
     ) -> None:
         self.bucket, self.spec, self.lock, self.graphs = bucket, spec, lock, graphs
+        self.guard = bucket.state.guard
         self.inputs = [leaves[source.leaf] for source in spec.inputs]
         self.grad_inputs = bucket.grad_inputs(leaves)
         self.leaves: list[PyTree] | None = leaves
@@ -100,7 +101,8 @@ class TrainingCall:
     def forward(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Load the inputs and replay the forward; the results are cut to their true sizes."""
         assert self.leaves is not None
-        saved = [*self.inputs, *self.bucket.grad_tensors_in_place()]
+        self.written = self.bucket.state.written()
+        saved = [*copies(self.written), *self.inputs, *self.bucket.grad_tensors_in_place()]
         self.rng_state = capture.rng_state(self.bucket.device)
         outputs = self._replay(self.leaves)
         # Autograd saves what the backward reads, and frees it.
@@ -118,27 +120,26 @@ class TrainingCall:
     def backward(self, saved: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward; before it the forward again, if its saved activations were overwritten."""
         with self.lock, torch.no_grad():
-            if not self.bucket.is_captured:
-                self.graphs.recapture(self.bucket)
-                if not self.bucket.is_captured:
-                    raise RuntimeError(f"the graph of this call can't be recaptured: {self.bucket.no_graph_reason}")
-                self.graphs.replay_count += 1
+            if not self.bucket.is_captured or self.guard is not self.bucket.state.guard:
+                self.graphs.recapture(self.bucket, self.guard)
             if self.bucket.pool is not None:
                 self.bucket.pool.wait_for_last_replay()
             if self.replay_number != self.graphs.replay_count:
-                self._replay_forward_again(saved[: len(self.spec.inputs)])
+                self._replay_forward_again(saved[: len(self.written)], saved[len(self.written) :])
             root_gradients = [gradients[self.tensors_at.index(i)] for i in self.bucket.roots_at]
             results = self.bucket.replay_backward(root_gradients, self.spec.host)
             # The backward overwrites the saved activations of its own forward.
             self.graphs.replay_count += 1
             return results
 
-    def _replay_forward_again(self, inputs: Sequence[Tensor]) -> None:
+    def _replay_forward_again(self, before: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         leaves: list[PyTree] = [None] * self.num_leaves
-        for source, x in zip(self.spec.inputs, inputs, strict=True):
+        for source, x in zip(self.spec.inputs, inputs, strict=False):
             leaves[source.leaf] = x
         with restore_state(self.bucket.state, self.bucket.device):
             capture.set_rng_state(self.bucket.device, self.rng_state)
+            for t, value in zip(self.written, before, strict=True):
+                t.copy_(value)
             self._replay(leaves)
         self.bucket.statistics.replayed_again += 1
 

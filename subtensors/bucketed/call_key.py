@@ -13,7 +13,8 @@ import functools
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from subtensors.arguments import shown
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import attributes_of
+from subtensors.bucketed.state_guard import StateGuard
 from subtensors.dispatch.fused.read_values import is_filled
 from subtensors.dispatch.graphs.guards import exact, is_plain, tensor_properties
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
@@ -56,7 +58,7 @@ _MAX_SEARCHED_PARTS = 10_000
 Structure: TypeAlias = pytree.TreeSpec | None
 """The structure of a call's arguments; None if no argument is a container."""
 
-Modes: TypeAlias = tuple[object, ...]
+Modes: TypeAlias = tuple[Any, ...]
 """The modes that a call is made in, and the user's key: first the `grad_flags` of the state, None if autograd does not
 track the call."""
 
@@ -188,6 +190,20 @@ def shared_key(state: State, leaves: Sequence[object], structure: Structure, arg
     state.guard.user_key = own
     modes = state.guard.grad_flags(leaves), cast, settings, state.guard.training(), _dict_keys(structure), own
     return len(args), tuple(kwargs), structure, modes
+
+
+@contextmanager
+def in_modes(modes: Modes, guard: StateGuard) -> Iterator[None]:
+    """A context with the modes of a call: autocast, training, and which tensors require grad.
+
+    Args:
+        modes: as `shared_key` gives them.
+        guard: of the program's state, as it was in the call.
+    """
+    flags, dtypes, _, training, _, guard.user_key = modes
+    casts = [torch.autocast(x, dtype, dtype is not None) for x, dtype in zip(("cuda", "cpu"), dtypes, strict=True)]
+    with casts[0], casts[1], guard.in_modes(flags, training):
+        yield
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -242,6 +242,12 @@ class CallSpec:
     bucket_key: BucketKey
     family_key: BucketKey
 
+    @property
+    def modes(self) -> Modes:
+        """The modes that the call is made in."""
+        form: tuple[FormatKey, Modes] = self.bucket_key[-1]  # type: ignore[assignment]
+        return form[1]
+
     @functools.cached_property
     def true_sizes(self) -> tuple[HostSize, ...]:
         """The true size of every symbol."""

@@ -32,12 +32,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from subtensors.bucketed.bucket import Bucket, Call
+from subtensors.bucketed.call_key import in_modes
 from subtensors.bucketed.call_spec import BucketKey, CallSpec
 from subtensors.bucketed.compiled import CompileCache, CompiledBucket, CompileOptions
 from subtensors.bucketed.compiled_gradients import CompiledTrainedBucket
 from subtensors.bucketed.program_state import State
 from subtensors.bucketed.reachable_state import generators_in
 from subtensors.bucketed.side_effects import ObjectSnapshot, Snapshot, rolled_back
+from subtensors.bucketed.state_guard import StateGuard
 from subtensors.bucketed.trained_bucket import TrainedBucket
 from subtensors.counts import format_bytes
 from subtensors.dispatch.graphs import capture
@@ -192,13 +194,10 @@ class GraphCache:
         """
         bucket.allocate()
         bucket.copy_first_run(first)
-        writes, objects = Writes(self.state.guard.distinct_tensors), ObjectSnapshot(self.state.guard.modules)
+        objects = ObjectSnapshot(self.state.guard.modules)
         if isinstance(bucket, TrainedBucket):
             capture.empty_cache()  # the pool can't use what earlier runs left in torch's cache
-        # A capture writes nothing, and backwards of the caller's may be still to come.
-        with autograd.without_version_bumps(self.state.buffers()):
-            self._capture(bucket)
-            self.state.note_writes(writes)  # before the versions are restored
+        self._capture(bucket)
         if bucket.no_graph_reason or bucket.no_replay_reason(leaves) or bucket.unmet_condition(spec):
             objects.restore()  # tensors that a capture made have no values without a replay
             bucket.drop_graph()
@@ -231,9 +230,7 @@ class GraphCache:
             capture.empty_cache()
         active_bytes = bucket.pool.active_bytes() if bucket.pool is not None else 0
         if not bucket.no_graph_reason:
-            # A capture writes nothing, and the caller's backward is still to come.
-            with autograd.without_version_bumps(self.state.buffers()):
-                self._capture(bucket)
+            self._capture(bucket)
         self._note_captured(bucket)
         if bucket.pool is not None and bucket.is_captured and bucket.can_share_first_run:
             keeps_tensors = bucket.pool.active_bytes() > active_bytes
@@ -248,6 +245,13 @@ class GraphCache:
 
     def _capture(self, bucket: Bucket) -> None:
         """Capture the bucket within the memory limit; if that fails, set its `no_graph_reason`."""
+        writes = Writes(self.state.guard.distinct_tensors)
+        # A capture writes nothing, and backwards of the caller's may be still to come.
+        with autograd.without_version_bumps(self.state.buffers()):
+            self._capture_within_limit(bucket)
+            self.state.note_writes(writes)  # before the versions are restored
+
+    def _capture_within_limit(self, bucket: Bucket) -> None:
         registered, own = self.state.registered(), [*self.state.generators, *generators_in(bucket.uncopied.values())]
         rng = capture.RngState(own=own) if self.state.draws_random_numbers or own else None
         try:
@@ -278,11 +282,26 @@ class GraphCache:
             )
             bucket.drop()
 
-    def recapture(self, bucket: Bucket) -> None:
-        """Recapture a bucket that was evicted between a call's forward and its backward."""
-        self._make_room(bucket)
-        bucket.allocate()
-        self._capture(bucket)
+    def recapture(self, bucket: Bucket, guard: StateGuard) -> None:
+        """Recapture a bucket whose graph was dropped between a call's forward and its backward.
+
+        Args:
+            bucket: of the call.
+            guard: of the state that the call read.
+
+        Raises:
+            RuntimeError: that state has changed, or the bucket can't be captured any more.
+        """
+        with in_modes(bucket.spec.modes, guard):
+            if change := guard.first_change(allows_new_buffers=True):
+                raise RuntimeError(f"the graph of this call was dropped, and can't be recaptured: {change}")
+            if not bucket.is_captured:
+                self._make_room(bucket)
+                bucket.allocate()
+                self._capture(bucket)
+                self.replay_count += 1
+        if not bucket.is_captured:
+            raise RuntimeError(f"the graph of this call can't be recaptured: {bucket.no_graph_reason}")
 
     def _make_room(self, bucket: Bucket) -> None:
         """Evict graphs for `max_graphs` before a capture, so that the new graph can use their memory."""

@@ -154,6 +154,10 @@ class State:
         sure = set(map(id, buffers)) - set(map(id, self.guard.closed_over)) | self._written
         return [t for t in self.guard.distinct_tensors if id(t) in sure]
 
+    def written(self) -> list[Tensor]:
+        """Return the tensors that the program was seen to write to."""
+        return [t for t in self.guard.distinct_tensors if id(t) in self._written] if self._written else []
+
     def stepped_tensors(self) -> list[Tensor]:
         """Return the tensors that steps of the program's optimizers write to; none if it has no optimizer."""
         if not self.optimizers.found:

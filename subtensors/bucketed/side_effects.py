@@ -275,6 +275,15 @@ class _Values:
                 t.copy_(values)
 
 
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of some tensors; those of one dtype are made by one kernel."""
+    made = [torch.empty_like(t) for t in tensors]
+    for dtype in {t.dtype for t in tensors}:
+        at = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        torch._foreach_copy_([made[i] for i in at], [tensors[i] for i in at])
+    return made
+
+
 def _nbytes(t: Tensor) -> int:
     """Return the bytes of a copy; a sparse tensor counts as if it were dense."""
     return t.numel() * t.element_size()

@@ -107,14 +107,40 @@ class StateGuard:
         is_tracked = any(flags) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         return flags if is_tracked else None
 
+    @contextmanager
+    def in_modes(self, grad_flags: Sequence[bool], training: tuple[bool, ...]) -> Iterator[None]:
+        """A context in which tensors require grad and modules train as when `grad_flags` and `training` gave these."""
+        tensors = self.tensors()
+        before = [t.requires_grad for t in tensors], self._all_training_flags()
+        try:
+            self._set_modes(tensors, grad_flags, self._training_flags[training])
+            yield
+        finally:
+            self._set_modes(tensors, *before)
+
+    def _set_modes(self, tensors: list[Tensor], grad_flags: Sequence[bool], training_flags: list[bool]) -> None:
+        for t, flag in zip(tensors, grad_flags, strict=False):
+            if t.requires_grad != flag:
+                t.requires_grad_(flag)
+        modules = [*[m for m in self.modules if "training" in vars(m)], *self._scripted]
+        for m, flag in zip(modules, training_flags, strict=True):
+            m.training = flag
+
     def check_resident(self) -> None:
         """Raise AddressError if the memory of a tensor is released."""
         if Release.count:
             check_resident((self.distinct_tensors,))
 
-    def first_change(self) -> str:
-        """Return what changed since the snapshot, in words; "" if nothing did."""
+    def first_change(self, allows_new_buffers: bool = False) -> str:
+        """Return what changed since the snapshot, in words; "" if nothing did.
+
+        Args:
+            allows_new_buffers: a buffer may have been replaced, as a program does itself where a table grows.
+        """
         registered = _chained(self._tensor_views)
+        if allows_new_buffers:
+            pairs = zip(registered, self._registered, strict=False)
+            registered = [now if isinstance(before, nn.Parameter) else before for now, before in pairs]
         if not are_same(registered, self._registered) or not self._snapshot.matches(self.distinct_tensors):
             return self._first_tensor_change()
         for location, value in self._locations:

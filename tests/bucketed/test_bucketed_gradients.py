@@ -197,6 +197,29 @@ def test_a_backward_reads_buffers_as_its_forward_left_them(device: str, writes: 
     assert run.stats().hits == 2
 
 
+def test_a_forward_that_is_replayed_again_reads_buffers_as_they_were(device: str) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3, dtype=torch.float64, device=device)
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64, device=device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] > 8:  # a size alone
+                self.mean.lerp_(x.mean(0), 0.5)
+            return (self.inner(x) - self.mean.clone()).exp()
+
+    net, alone = Centred(), Centred()
+    alone.load_state_dict(net.state_dict())
+    run = st.bucketed(net, {"x": {0: SEQ}}, check=False)
+    for sizes in ((5,), (30, 12), (20, 6, 31), (9, 7)):
+        batches = [torch.randn(n, 3, dtype=torch.float64, device=device) for n in sizes]
+        for model in (run, alone):
+            sum(model(x).square().sum() for x in batches).backward()  # type: ignore[union-attr]
+        assert_same_gradients(net, alone)
+        torch.testing.assert_close(net.mean, alone.mean)
+
+
 def test_results_of_data_dependent_size_have_their_gradients(device: str) -> None:
     net, alone = TiedEmbedding(device), TiedEmbedding(device)
     run = st.bucketed(lambda ids: net(ids)[ids > 4], {"ids": {1: SEQ}})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -167,3 +169,75 @@ def test_parameters_frozen_between_calls_get_no_gradients(device: str) -> None:
         assert_same_gradients(*nets)
     # A graph for each set of what requires grad, which stays for when it is wanted again.
     assert run.stats().hits == 8 - 4
+
+
+class Doubling(nn.Module):
+    """Doubles while it trains, and by a factor."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 3, dtype=torch.float64, device=device)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sin() * self.factor * (2 if self.training else 1)
+
+
+@contextmanager
+def frozen(net: nn.Module) -> Iterator[None]:
+    net.requires_grad_(False)
+    yield
+    net.requires_grad_(True)
+
+
+@contextmanager
+def evaluated(net: nn.Module) -> Iterator[None]:
+    net.eval()
+    yield
+    net.train()
+
+
+@contextmanager
+def cast(net: nn.Module) -> Iterator[None]:
+    with torch.autocast(next(net.parameters()).device.type, torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize("modes", [frozen, evaluated, cast])
+def test_a_graph_that_was_dropped_before_a_backward_is_recaptured_in_the_modes_of_its_call(
+    modes: Callable[[nn.Module], AbstractContextManager[None]], device: str
+) -> None:
+    net, alone = Doubling(device), Doubling(device)
+    run = st.bucketed(net, DIMS, check=False)
+    for n in (5, 30, 6):
+        x = rows(n, device)
+        found, expected = run(x), alone(x)
+        run.release()
+        for model, result in ((net, found), (alone, expected)):
+            with modes(model):
+                result.sum().backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        again = run(x)
+        torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("what", ["factor", "weight"])
+@pytest.mark.parametrize("calls_again", [False, True])
+def test_a_graph_that_was_dropped_before_a_backward_is_not_recaptured_with_other_state(
+    what: str, calls_again: bool, device: str, request: pytest.FixtureRequest
+) -> None:
+    net = Doubling(device)
+    run = st.bucketed(net, DIMS, check=False)
+    run(rows(5, device)).sum().backward()
+    loss = run(rows(5, device)).sum()
+    if what == "factor":
+        net.factor = 3.0
+    else:
+        net.inner.weight = nn.Parameter(net.inner.weight.detach() * 3)
+    run(rows(5, device)) if calls_again else run.release()
+    has_graphs = device == "cuda" or request.node.callspec.params["captured"] == "captured"
+    refused = pytest.raises(RuntimeError, match=f"graph of this call was dropped, and can't be recaptured: .*{what}")
+    with refused if has_graphs else nullcontext():
+        loss.backward()
