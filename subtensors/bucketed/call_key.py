@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -58,9 +58,11 @@ _MAX_SEARCHED_PARTS = 10_000
 Structure: TypeAlias = pytree.TreeSpec | None
 """The structure of a call's arguments; None if no argument is a container."""
 
-Modes: TypeAlias = tuple[Any, ...]
-"""The modes that a call is made in, and the user's key: first the `grad_flags` of the state, None if autograd does not
-track the call."""
+Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
+
+Modes: TypeAlias = tuple[tuple[bool, ...] | None, Dtypes, object, tuple[bool, ...], object, object]
+"""The modes that a call is made in: `grad_flags` of the state, None if autograd does not track the call; the dtypes of
+autocast on GPU and CPU; torch's settings; training flags; the keys of dicts; and the user's key."""
 
 SharedKey: TypeAlias = tuple[int, tuple[str, ...], Structure, Modes]
 """The number of positional arguments, the names of the others, the structure of all, and the modes."""
@@ -202,7 +204,7 @@ def in_modes(modes: Modes, guard: StateGuard) -> Iterator[None]:
     """
     flags, dtypes, _, training, _, guard.user_key = modes
     casts = [torch.autocast(x, dtype, dtype is not None) for x, dtype in zip(("cuda", "cpu"), dtypes, strict=True)]
-    with casts[0], casts[1], guard.in_modes(flags, training):
+    with casts[0], casts[1], guard.in_modes(flags or (), training):
         yield
 
 
