@@ -208,17 +208,18 @@ def cast(net: nn.Module) -> Iterator[None]:
 def test_a_graph_that_was_dropped_before_a_backward_is_recaptured_in_the_modes_of_its_call(
     modes: Callable[[nn.Module], AbstractContextManager[None]], device: str
 ) -> None:
-    net, alone = Doubling(device), Doubling(device)
+    net, alone = Doubling(device).float(), Doubling(device).float()  # autocast leaves float64 as it is
     run = st.bucketed(net, DIMS, check=False)
     for n in (5, 30, 6):
-        x = rows(n, device)
+        x = rows(n, device).float()
         found, expected = run(x), alone(x)
         run.release()
         for model, result in ((net, found), (alone, expected)):
             with modes(model):
                 result.sum().backward()
+        bound = {"rtol": 0.05, "atol": 0.05} if modes is cast else {}  # the plain backward is in bfloat16 there
         for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p.grad, q.grad, **bound)
         again = run(x)
         torch.testing.assert_close(again, expected)
 
