@@ -113,8 +113,8 @@ class GraphPool:
         segments = capture_module.pool_segments(self._handle)
         aliases = {}
         for t in tensors:
-            storage = t.untyped_storage()
-            if any(begin <= storage.data_ptr() < end for begin, end in segments):
+            if _is_inside(t, segments):
+                storage = t.untyped_storage()
                 memory = tensor_from_address(storage.data_ptr(), storage.nbytes(), t.device, None).untyped_storage()
                 empty = torch.empty(0, dtype=t.dtype, device=t.device)
                 aliases[t] = empty.set_(memory, t.storage_offset(), t.shape, t.stride())
@@ -123,9 +123,7 @@ class GraphPool:
     def outside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return some tensors without plain ones in the pool's memory."""
         segments = capture_module.pool_segments(self._handle) if self._handle is not None else []
-        plain = [t for t in tensors if type(t) is Tensor and t.layout is torch.strided]
-        inside = {id(t) for t in plain if any(begin <= t.data_ptr() < end for begin, end in segments)}
-        return [t for t in tensors if id(t) not in inside]
+        return [t for t in tensors if type(t) is not Tensor or t.layout != torch.strided or not _is_inside(t, segments)]
 
     def _replace_stuck_stream(self) -> None:
         """Replace the stream if a failed capture could not be ended on it."""
@@ -161,6 +159,11 @@ class GraphPool:
     def active_bytes(self) -> int:
         """Return the bytes of the pool that are allocated to tensors, such as those that a program has kept."""
         return capture_module.active_bytes(self._handle) if self._handle is not None else 0
+
+
+def _is_inside(t: Tensor, segments: Iterable[tuple[int, int]]) -> bool:
+    address = t.untyped_storage().data_ptr()
+    return any(begin <= address < end for begin, end in segments)
 
 
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()

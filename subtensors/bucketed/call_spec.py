@@ -231,6 +231,7 @@ class CallSpec:
         host: every symbol's true size.
         bucket_key: the key of the bucket, unique to it.
         family_key: the key without the Dims' sizes, shared by all buckets of a program that differ only in these.
+        modes: that the call is made in.
     """
 
     dims: tuple[Dim, ...]
@@ -241,12 +242,7 @@ class CallSpec:
     host: dict[sympy.Symbol, HostSize]
     bucket_key: BucketKey
     family_key: BucketKey
-
-    @property
-    def modes(self) -> Modes:
-        """The modes that the call is made in."""
-        form: tuple[FormatKey, Modes] = self.bucket_key[-1]  # type: ignore[assignment]
-        return form[1]
+    modes: Modes
 
     @functools.cached_property
     def true_sizes(self) -> tuple[HostSize, ...]:
@@ -308,7 +304,8 @@ def analyze(leaves: Sequence[PyTree], places: Sequence[LeafDims], form: tuple[Fo
         replace(s, shape=tuple(-1 if k >= 0 else n for n, k in zip(s.shape, s.size_index, strict=True)))
         for s in sources
     )
-    return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, key, (open_sources, *key[1:]))
+    keys = key, (open_sources, *key[1:])
+    return CallSpec(dims, sizes, buckets, tuple(sources), tuple(caller.values()), host, *keys, modes=form[1])
 
 
 def padded_leaves(leaves: Sequence[PyTree], spec: CallSpec, device: torch.device) -> list[PyTree]:

@@ -59,7 +59,7 @@ class State:
         """Take a new snapshot: the present state counts as the captured one."""
         reachable = ReachableState(self._program)
         self.draws_random_numbers, self.has_scaler = reachable.draws_random_numbers, reachable.has_scaler
-        self.generators = reachable.generators
+        self.generators, self._functions = reachable.generators, reachable.functions
         user_key = self.guard.user_key if hasattr(self, "guard") else None
         self.guard = StateGuard(reachable)
         self.guard.user_key = user_key
@@ -76,7 +76,7 @@ class State:
     def unwatched_tensors(self) -> list[Tensor]:
         """Return the tensors that the program reaches and the guard doesn't watch, such as tables that it makes."""
         watched = set(map(id, self.guard.distinct_tensors))
-        return [t for t in reached_tensors(self._program) if id(t) not in watched]
+        return [t for t in reached_tensors(self._program, self._functions) if id(t) not in watched]
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state by name, those of optimizers included."""

@@ -105,9 +105,9 @@ class ReachableState:
 
     def __init__(self, program: Callable[..., object]) -> None:
         reached = _walk(_Found(program, None, None), _MAX_DEPTH)
-        names, functions = _names_used([x.value for x in reached])
+        names, self.functions = _names_used([x.value for x in reached])
         # Methods are no parts of their object: the parts and objects that they name besides its attributes.
-        for function in functions:
+        for function in self.functions:
             reached += [x for x in _walk(_Found(function, None, None), 2)[1:] if _is_object(x.value)]
         parts = [x for x in reached if isinstance(x.value, Part) and not isinstance(x.value, TensorList)]
         found = [x for x in parts if not isinstance(x.value, Tensor) or x.value.requires_grad or _is_named(x, names)]
@@ -134,13 +134,16 @@ class ReachableState:
         """The locations of its parts, objects and containers, and on the way there, each with the value found there."""
 
 
-def reached_tensors(program: Callable[..., object]) -> list[Tensor]:
+def reached_tensors(program: Callable[..., object], functions: Iterable[types.FunctionType]) -> list[Tensor]:
     """Return the tensors that a program reaches, detached: also computed ones, and those that its code doesn't name.
 
     A PaddedTensor is given by its storage.
+
+    Args:
+        program: as `ReachableState` takes it.
+        functions: that it runs.
     """
     reached = _walk(_Found(program, None, None), _MAX_DEPTH, with_results=True)
-    _, functions = _names_used([x.value for x in reached])
     for function in functions:
         reached += _walk(_Found(function, None, None), 2, with_results=True)
     found = {id(x.value): x.value for x in reached if isinstance(x.value, Tensor) and not is_lazy(x.value)}

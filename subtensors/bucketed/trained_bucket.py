@@ -25,7 +25,7 @@ from subtensors.bucketed.call_key import flatten_result_objects
 from subtensors.bucketed.call_spec import CallSpec, padded_leaves
 from subtensors.bucketed.outputs import Outputs, cut_and_copy_aliases
 from subtensors.bucketed.program_state import leaf_ids_of
-from subtensors.bucketed.side_effects import SideEffects, Snapshot, dense_of, restore_state
+from subtensors.bucketed.side_effects import SideEffects, Snapshot, copies, dense_of, restore_state
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
@@ -346,12 +346,8 @@ class TrainedBucket(Bucket):
                     for n, k in zip(source.shape, source.size_index, strict=True)
                 ]
                 gradients[i] = gradient[tuple(map(slice, sizes))].clone(memory_format=torch.contiguous_format)
-        in_place = [g for g in gradients[len(copied) :] if g is not None]
-        if in_place:
-            copies = [torch.empty_like(g) for g in in_place]
-            torch._foreach_copy_(copies, in_place)
-            rest = iter(copies)
-            gradients[len(copied) :] = [None if g is None else next(rest) for g in gradients[len(copied) :]]
+        rest = iter(copies([g for g in gradients[len(copied) :] if g is not None]))
+        gradients[len(copied) :] = [None if g is None else next(rest) for g in gradients[len(copied) :]]
         return gradients
 
     def drop_graph(self) -> None:

@@ -169,7 +169,7 @@ def test_a_tensor_that_a_training_writes_to_at_another_size_alone_is_written_onc
     def program(x: Tensor) -> Tensor:
         if x.shape[1] > 16:
             count.add_(1)
-        return net(x).tanh() * (count + 1)  # type: ignore[no-any-return]
+        return net(x).tanh() * (count + 1)  # type: ignore[no-any-return]  # of a module
 
     run = st.bucketed(program, {"x": {1: SEQ}}, check="first" if checks else False)
     run(data(5, device)).sum().backward()

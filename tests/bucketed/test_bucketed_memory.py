@@ -96,7 +96,7 @@ def test_what_a_check_takes_from_a_module_lives_as_long_as_the_graph_that_reads_
             if self.table is None:
                 self.table = torch.arange(SEQ.max or 0, dtype=torch.float64, device=device)
                 tables.append(weakref.ref(self.table))
-            return self.inner(x) * self.table[: x.shape[1], None]  # type: ignore[no-any-return]
+            return self.inner(x) * self.table[: x.shape[1], None]  # type: ignore[no-any-return]  # of a module
 
     net = Keeping()
     run = st.bucketed(net, {"x": {1: SEQ}})

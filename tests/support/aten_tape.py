@@ -87,7 +87,7 @@ class Tape(TorchDispatchMode):
                 now.copy_(before)
 
     def kept_bytes(self, pool: Iterable[Tape], results: Collection[Tensor]) -> int:
-        """The bytes of what it made that others hold than the tapes of a pool, without the results."""
+        """Count the bytes of what it made that others hold than the tapes of a pool, without the results."""
         counted = _holders(pool)
         but = set(map(_memory, results))
         made = {place: t for t in self.made if (place := _memory(t)) not in but and not t.is_meta}
@@ -151,12 +151,12 @@ def taped(inputs: Sequence[Tensor]) -> Iterator[Tape]:
 
 
 def _holders(tapes: Iterable[Tape]) -> Counter[int]:
-    """How many tensors some tapes hold of each memory."""
+    """Count the tensors that some tapes hold of each memory."""
     return Counter(_memory(x) for tape in tapes for x in tape._held() if x.layout is torch.strided)
 
 
 def _use_count(memory: int) -> int:
-    """How many tensors hold some memory."""
+    """Count the tensors that hold some memory."""
     found: int = torch._C._storage_Use_Count(memory)
     return found - 1  # the count's own
 

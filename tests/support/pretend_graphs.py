@@ -40,7 +40,7 @@ class PretendGraph:
 
 
 class PretendPool:
-    """What `GraphPool` is on a GPU."""
+    """A pool of pretended graphs, in place of a `GraphPool`."""
 
     def __init__(self) -> None:
         self.graphs: list[PretendGraph] = []
@@ -91,7 +91,7 @@ class PretendPool:
 
 
 def _results(out: Any) -> list[Tensor]:
-    """What a capture gives: a forward its outputs, a backward gradients."""
+    """Return the tensors that a capture gives: the outputs of a forward, the gradients of a backward."""
     return [x for x in out if x is not None] if isinstance(out, list) else out.tensors()
 
 
