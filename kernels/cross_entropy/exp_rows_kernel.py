@@ -77,12 +77,12 @@ def rows_kernel(
     power = tl.load(target_logits + row)
     shift = tl.load(shifts + row)
     grad = tl.load(grad_softmax + row)
-    # Of the target's block, E itself without the target.
-    block = tl.where(valid, target // COLUMNS, -1)
+    # Of the target's block, E itself without the target; an ignored row has none, which is after the last.
+    block = tl.where(valid, target // COLUMNS, SUMS)
     part = tl.arange(0, BLOCK_SUMS)
     own_sums = tl.load(sums + part.to(tl.int64) * rows + place, mask=(part < SUMS) & (part != block), other=0.0)
     near = block * COLUMNS + tl.arange(0, COLUMNS)
-    is_beside = (near < tl.where(valid, classes, 0)) & (near != target)
+    is_beside = (near < classes) & (near != target)
     beside = tl.load(exponentials + place * classes + near, mask=is_beside, other=0.0).to(tl.float32)
     rest = tl.sum(own_sums, 0) + tl.sum(beside, 0)
     total = rest + tl.exp2(power - shift)

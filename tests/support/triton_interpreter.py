@@ -1,18 +1,21 @@
-"""What Triton's interpreter lacks before version 3.9: numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax.
+"""What Triton's interpreter lacks: an error for an address outside of a kernel's operands, as a GPU's at a page's end.
 
-Later versions of Triton do the same as the functions here.
+Before version 3.9 it lacks numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax, too.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from optree import tree_leaves
 from triton.runtime import interpreter
 
 
 def mend_interpreter() -> None:
     """Have the interpreter do what a GPU does, where this version of Triton does not."""
+    check_addresses()
     builder = interpreter.InterpreterBuilder
     if hasattr(builder, "get_bf16"):  # 3.9, the first to have all of them
         return
@@ -35,3 +38,49 @@ def _all_ones(builder: Any, kind: Any) -> Any:
     dtype = interpreter._get_np_dtype(kind)
     value = True if dtype == np.bool_ else np.array(-1).astype(dtype).item()
     return interpreter.TensorHandle(np.full(1, value, dtype=dtype), kind.scalar)
+
+
+def check_addresses() -> None:
+    """Have the interpreter raise where a kernel reads or writes memory that is not in the storage of an operand.
+
+    On a GPU most such addresses belong to another tensor; the others are an illegal access. A kernel that makes an
+    address of a number, which it read from a table, may use any.
+    """
+    executor, builder, memory = interpreter.GridExecutor, interpreter.InterpreterBuilder, interpreter._interpreter
+    copied, to_pointer = executor._init_args_hst, builder.create_int_to_ptr
+    operands: list[tuple[int, int]] = []
+
+    def copied_and_noted(self: Any, args: Any, kwargs: Any) -> Any:
+        copies = copied(self, args, kwargs)
+        tensors = [getattr(x, "base", x) for x in tree_leaves(copies) if hasattr(x, "data_ptr")]
+        spans = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+        operands[:] = [(begin, begin + size) for begin, size in spans]
+        return copies
+
+    def to_any_pointer(self: Any, number: Any, kind: Any) -> Any:
+        operands.append((0, 1 << 64))
+        return to_pointer(self, number, kind)
+
+    def check(pointers: Any, mask: Any, itemsize: int) -> None:
+        used = pointers[np.broadcast_to(mask, pointers.shape).astype(bool)]
+        if used.size:
+            first, end = int(used.min()), int(used.max()) + itemsize
+            if not any(begin <= first and end <= stop for begin, stop in operands):
+                raise IndexError(f"addresses {first:#x} to {end:#x} are in none of the operands")
+
+    def load(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        check(pointers, mask, np.dtype(dtype).itemsize)
+        return memory.load(pointers, mask, other, dtype)
+
+    def store(pointers: Any, values: Any, mask: Any) -> Any:
+        check(pointers, mask, values.dtype.itemsize)
+        return memory.store(pointers, values, mask)
+
+    def atomic_rmw(op: Any, pointers: Any, values: Any, mask: Any, order: Any) -> Any:
+        check(pointers, mask, values.dtype.itemsize)
+        return memory.atomic_rmw(op, pointers, values, mask, order)
+
+    executor._init_args_hst, builder.create_int_to_ptr = copied_and_noted, to_any_pointer
+    interpreter._interpreter = SimpleNamespace(
+        **{**vars(memory), "load": load, "store": store, "atomic_rmw": atomic_rmw}
+    )
