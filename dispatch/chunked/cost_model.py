@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from subtensors.kernels.cross_entropy.column_passes import blocks_in_gradient
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.exp_passes import chunk_row_bytes, is_worth_exponentials
@@ -220,18 +221,19 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     Args:
         shape: of the loss.
         columns: of a block.
-        kept: columns that have memory of their own between the passes.
+        kept: columns that have memory of their own between the passes; no more than need it.
         rates: of the device.
     """
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
-    in_weight_grad = shape.weight_grad_bytes // (shape.rows * shape.itemsize)  # columns that fit into the memory of dW
-    kept_blocks = blocks if in_weight_grad >= shape.classes else 1 + in_weight_grad // columns + kept / columns
-    recomputed = max(0.0, 1 - kept_blocks / blocks)
+    elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
+    others = blocks - 1 - blocks_in_gradient(blocks, shape.rows, elements)  # the last one stays where it was computed
+    kept = max(0, min(kept, others * columns))
+    recomputed = max(0.0, (others - kept / columns) / blocks)
     blocks += recomputed > 0 and kept % columns > 0  # one is kept in part
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
-    scratch = shape.rows * (columns + min(kept, shape.classes)) * shape.itemsize
+    scratch = shape.rows * (columns + kept) * shape.itemsize
     # Where a block takes less memory than dX, dX is rounded into the memory of its own sum.
     is_rounded = columns < shape.width and shape.itemsize == 2 and not shape.is_shard
     at_the_end = 0 if is_rounded else shape.hidden_grad_bytes

@@ -126,23 +126,29 @@ def _hidden_sum(linear: LinearHead, blocks: int, columns: int) -> GradientSum:
     return GradientSum(hidden.new_empty(hidden.shape), exact=blocks > 1, kernels=False)
 
 
-def _blocks_in_gradient(linear: LinearHead, blocks: int, columns: int) -> int:
-    """Return how many blocks of logits, the first ones, the memory of the weight's gradient keeps."""
-    if not linear.needs.weight:
-        return 0
-    count, share = linear.hidden.shape[0], _elements_per_column(linear)
+def blocks_in_gradient(blocks: int, rows: int, elements: int) -> int:
+    """Return how many blocks of logits, the first ones, the memory of the weight's gradient keeps.
+
+    Args:
+        blocks: of the logits.
+        rows: N.
+        elements: how many logits take the memory of a class's row of that gradient.
+
+    >>> blocks_in_gradient(8, 4096, 4096), blocks_in_gradient(8, 8192, 4096)
+    (8, 3)
+    """
     # The last block's rows of dW are written first, so nothing may wait there.
-    return blocks if count <= share else (blocks - 1) * share // count
+    return blocks if rows <= elements else (blocks - 1) * elements // rows
 
 
 def _elements_per_column(linear: LinearHead) -> int:
-    """Return how many logits take the memory of a class's row of the weight's gradient."""
-    return linear.weight_grad_dtype.itemsize * linear.hidden.shape[1] // linear.hidden.itemsize
+    """Return how many logits take the memory of a class's row of the weight's gradient; 0 without that gradient."""
+    return linear.weight_grad_dtype.itemsize * linear.hidden.shape[1] // linear.hidden.itemsize * linear.needs.weight
 
 
 def _kept_blocks(linear: LinearHead, blocks: Parts, columns: int, kept: int) -> range:
     """Return the blocks that are kept in memory of `kept` columns, and cut in two the one that is kept in part."""
-    first = _blocks_in_gradient(linear, len(blocks), columns)
+    first = blocks_in_gradient(len(blocks), linear.hidden.shape[0], _elements_per_column(linear))
     last = len(blocks) - 1
     whole, part = divmod(kept, columns)
     if whole >= last - first:

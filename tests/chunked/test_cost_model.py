@@ -29,8 +29,10 @@ from subtensors.dispatch.chunked.cost_model import (
     plan_linear_cross_entropy,
     plan_row_statistics,
 )
+from subtensors.kernels.cross_entropy.column_passes import ColumnPasses
 from subtensors.kernels.cross_entropy.exp_passes import head_has_exponentials
 from subtensors.kernels.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from subtensors.kernels.cross_entropy.logits_block import GradFlags, LinearHead
 
 MIB = 2**20
 GEMMA, LLAMA, GPT2 = LossShape(8192, 2304, 256000), LossShape(4096, 4096, 128256), LossShape(16384, 768, 50304)
@@ -114,6 +116,18 @@ def test_exact_sums_take_two_more_bytes_an_element_of_the_weight() -> None:
     fast, exact = by_rows(GEMMA, 2048, "fast"), by_rows(GEMMA, 2048, "exact")
     assert exact.bytes - fast.bytes == 2 * 2304 * 256000
     assert by_rows(GEMMA, 8192, "exact").bytes == by_rows(GEMMA, 8192, "fast").bytes
+
+
+@given(shape=shapes, columns=some.integers(1, 40000), kept=some.integers(0, 300000))
+def test_a_plan_keeps_no_more_columns_than_need_memory(shape: LossShape, columns: int, kept: int) -> None:
+    columns = min(columns, shape.classes)
+    plan = by_columns(shape, columns, kept)
+    hidden, weight = (
+        torch.empty(n, shape.width, dtype=torch.bfloat16, device="meta") for n in (shape.rows, shape.classes)
+    )
+    needs = GradFlags(shape.needs_hidden, shape.needs_weight, False)
+    passes = ColumnPasses(LinearHead(hidden, weight, None, needs, weight.dtype, None), columns, plan.schedule.kept)
+    assert plan.schedule.kept == sum(end - begin for begin, end in passes.blocks[passes.own.start : passes.own.stop])
 
 
 def plans(shape: LossShape) -> list[ChunkPlan]:
