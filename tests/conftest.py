@@ -159,7 +159,8 @@ def pytest_runtest_teardown() -> None:
     """Forget compiled code after each test, so that no test counts another's recompilations.
 
     An illegal access, a capture that is left open or a stream that is left current is an error of that test, not of
-    all that come after it: `torch.cuda.graph` leaves its own stream current where the capture can't be ended.
+    all that come after it: `torch.cuda.graph` leaves its own stream current where the capture can't be ended. So is a
+    mode of torch that is left on.
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -170,6 +171,10 @@ def pytest_runtest_teardown() -> None:
             assert not torch.cuda.is_current_stream_capturing(), "the test leaves a capture open"
         torch.cuda.synchronize()
         assert left == torch.cuda.default_stream(), f"the test leaves {left} the current stream"
+    records, torch_functions = torch.is_grad_enabled(), torch._C._is_torch_function_enabled()
+    torch.set_grad_enabled(True)
+    assert records, "the test leaves gradients off"
+    assert torch_functions, "the test leaves torch functions off"
 
 
 @pytest.fixture
