@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,6 +121,39 @@ def process_group() -> Iterator[None]:
     yield
     gc.collect()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """A compiler that has compiled nothing yet."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def have_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int]], None]]:
+    """Give the cost model blocks of columns: a head of twenty classes has none of the usual ones."""
+    from subtensors.dispatch.chunked import cost_model
+
+    plans = cost_model.plan_row_statistics, cost_model.plan_linear_cross_entropy
+
+    def have(widths: list[int]) -> None:
+        monkeypatch.setattr(cost_model, "block_columns", lambda rates: widths)
+        for plan in plans:  # which may be known from a test without these
+            plan.cache_clear()
+
+    yield have
+    monkeypatch.undo()
+    for plan in plans:
+        plan.cache_clear()
+
+
+@pytest.fixture(params=["by rows", "by columns"])
+def blocks(request: pytest.FixtureRequest, have_blocks: Callable[[list[int]], None]) -> None:
+    """The shape of the blocks that the cost model chooses from."""
+    if request.param == "by columns":
+        have_blocks([8, 12])
 
 
 @pytest.fixture

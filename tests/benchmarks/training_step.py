@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend
 
 import subtensors as st
+from benchmarks.longest_context import ContextRow, longest_context, report_contexts
 from benchmarks.options import add_shared_options
 from benchmarks.ranks import on_ranks
 from benchmarks.rows import Setting, installed, save
@@ -372,84 +372,13 @@ class Job:
     def longest(self, name: str) -> ContextRow:
         """Find the longest sequence that one way trains on, a sequence a step."""
         vocabulary = (TINY if self.tiny else SIZES[self.model])["vocab_size"]
-        allocated: dict[int, float] = {}
 
-        def peak(length: int) -> float | None:
-            gc.collect()
-            torch.cuda.empty_cache()
-            ids = torch.randint(vocabulary, (1, 1, length), device=self.device)
-            try:
-                allocated[length], reserved = self.visit(name, ids, 1, 1)[1]
-            except torch.cuda.OutOfMemoryError:
-                return None
-            return reserved
+        def peaks(length: int) -> list[float]:
+            return self.visit(name, torch.randint(vocabulary, (1, 1, length), device=self.device), 1, 1)[1]
 
-        limit = torch.cuda.get_device_properties(self.device).total_memory / 2**20
-        length = longest_that_fits(peak, limit, self.length)
+        length, allocated = longest_context(peaks, self.length, self.device)
         setting = Setting.now(self.device, self.tiny)
-        return ContextRow(
-            self.model, self.loss, name, length, allocated.get(length), installed("transformers"), setting
-        )
-
-
-@dataclass(frozen=True)
-class ContextRow:
-    """The longest context that one way trains on.
-
-    Args:
-        model: its type.
-        loss: "sft" or "grpo".
-        variant: which way.
-        length: tokens of the one sequence of a step, a multiple of `MULTIPLE`; 0 if even the shortest did not fit.
-        allocated_mb: the most device memory in such a step; None if it did not fit.
-        transformers: version.
-        setting: where it was measured.
-    """
-
-    model: str
-    loss: str
-    variant: str
-    length: int
-    allocated_mb: float | None
-    transformers: str | None
-    setting: Setting = field(repr=False)
-
-
-MULTIPLE = 1024
-"""The number that the lengths of longest contexts are multiples of."""
-
-
-def longest_that_fits(peak: Callable[[int], float | None], limit: float, start: int) -> int:
-    """Return a sequence that fits, where one that is 3% longer does not, in a few runs: memory grows with the length.
-
-    Args:
-        peak: the memory that a step at a length takes; None if it does not fit.
-        limit: the device's memory, in the same unit.
-        start: a length of which twice as much is likely to fit.
-
-    Returns:
-        a multiple of `MULTIPLE`, or `start`; 0 if that does not fit.
-
-    >>> longest_that_fits(lambda n: 20 + n / 1024 if n <= 80000 else None, 100.0, 8192)
-    79872
-    """
-    first, second = peak(start), peak(2 * start)
-    if first is None or second is None:
-        return start if first is not None else 0
-
-    def rounded(length: float) -> int:
-        return int(length) // MULTIPLE * MULTIPLE
-
-    length = rounded(start + (limit - first) * start / (second - first))
-    if peak(length) is not None:
-        while peak(longer := max(rounded(1.03 * length), length + MULTIPLE)) is not None:
-            length = longer
-        return length
-    while length > 2 * start:
-        length = min(rounded(0.985 * length), length - MULTIPLE)
-        if peak(length) is not None:
-            return length
-    return 2 * start
+        return ContextRow(self.model, self.loss, name, length, allocated, installed("transformers"), setting)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -482,7 +411,10 @@ def run(options: argparse.Namespace) -> int:
     job = Job(options.model, options.loss, options.tiny, options.device, batch, length)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.longest:
-        return longest_contexts(job, names, options.out)
+        if job.device != "cuda":
+            raise SystemExit("--longest fills a GPU's memory: it needs one")
+        report_contexts(map(job.longest, names), options.out / f"{job.model}_{job.loss}_longest.json")
+        return 0
     several = options.processes > 1
     if several and deadline < float("inf"):
         raise SystemExit("--seconds ends one process before another: give --rounds")
@@ -506,17 +438,4 @@ def run(options: argparse.Namespace) -> int:
     ]
     columns = ["variant", "first s", "step ms", "+-", "tokens/s", "allocated MiB", "reserved MiB", "loss"]
     Console().print(folded(f"{job.model}, {job.loss}, {batch} x {length}\n{describe(rows)}", columns, lines))
-    return 0
-
-
-def longest_contexts(job: Job, names: list[str], out: Path) -> int:
-    """Find the longest context of some ways; returns the exit status."""
-    if job.device != "cuda":
-        raise SystemExit("--longest fills a GPU's memory: it needs one")
-    rows = list[ContextRow]()
-    for name in names:
-        rows.append(job.longest(name))
-        save(rows, out / f"{job.model}_{job.loss}_longest.json")  # a run that is cut short leaves what it found
-    lines = [[row.variant, str(row.length), figure(row.allocated_mb, 6)] for row in rows]
-    Console().print(folded(describe(rows), ["variant", "tokens", "allocated MiB"], lines))
     return 0

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_programs import allocations, check_chunked, linear_case
-from cross_entropy_cases import Sizes
+from chunked_programs import check_chunked, linear_case
 from hypothesis import given
 from hypothesis import strategies as some
+from row_statistics_programs import (
+    ADVANTAGE,
+    VECTOR,
+    entropy,
+    expectation,
+    hits,
+    of_a_sequence,
+    selected,
+    several_classes,
+)
 from torch import Tensor
 
 import subtensors as st
 from subtensors.chunked.lazy_tensor import alias_ref
-from subtensors.dispatch.chunked import cost_model, row_forms
+from subtensors.dispatch.chunked import row_forms
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
-
-ADVANTAGE = torch.linspace(-1, 2, 12)
-VECTOR = torch.linspace(-1, 1, 20)
-
-
-def entropy(z: Tensor, t: Tensor) -> Tensor:
-    log_p = z.log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
 
 
 def entropy_of_probabilities(z: Tensor, t: Tensor) -> Tensor:
@@ -46,28 +46,12 @@ def categorical(z: Tensor, t: Tensor) -> Tensor:
     return policy.log_prob(t) * ADVANTAGE[: t.numel()].to(z.dtype).view(t.shape) - 0.1 * policy.entropy()
 
 
-def expectation(z: Tensor, t: Tensor) -> Tensor:
-    return 3 * (z.softmax(-1) * VECTOR.to(z.dtype)).sum(-1)
-
-
-def selected(z: Tensor, t: Tensor) -> Tensor:
-    return z.gather(-1, t[..., None]).squeeze(-1) - z.logsumexp(-1)
-
-
 def probability(z: Tensor, t: Tensor) -> Tensor:
     return z.softmax(-1).gather(-1, t[..., None])[..., 0] ** 2
 
 
-def several_classes(z: Tensor, t: Tensor) -> Tensor:
-    return z.log_softmax(-1).gather(-1, torch.stack([t, (t + 1) % 20, t], -1)).sum(-1)
-
-
 def no_class(z: Tensor, t: Tensor) -> Tensor:
     return z.log_softmax(-1).gather(-1, t[..., None][..., :0]).sum(-1) + z.logsumexp(-1)
-
-
-def hits(z: Tensor, t: Tensor) -> Tensor:
-    return (z.argmax(-1) == t) * z.logsumexp(-1)
 
 
 def hits_without_gradients(z: Tensor, t: Tensor) -> Tensor:
@@ -89,11 +73,6 @@ def clipped_policy(z: Tensor, t: Tensor) -> Tensor:
     advantage = ADVANTAGE.to(z.dtype).view(t.shape)
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -gain + 0.01 * (log_p.exp() * log_p).sum(-1) + 1e-3 * z.logsumexp(-1) ** 2
-
-
-def of_a_sequence(z: Tensor, t: Tensor) -> Tensor:
-    chosen = selected(z, t).reshape(3, 4).mean(-1)
-    return (chosen * ADVANTAGE[:3].to(z.dtype)) ** 2
 
 
 def read_elsewhere(z: Tensor, t: Tensor) -> Tensor:
@@ -162,29 +141,6 @@ NOT_ONE_OP: list[Callable[[Tensor, Tensor], Tensor]] = [
 def cross_entropies(z: Tensor, t: Tensor) -> Tensor:
     z, t = (z, t) if z.ndim == 2 else (z.flatten(0, 1), t.flatten())
     return F.cross_entropy(z, t, reduction="none") * ADVANTAGE[: len(t)].to(z.dtype)
-
-
-@pytest.fixture
-def have_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[int]], None]]:
-    """Give the cost model blocks of columns: a head of twenty classes has none of the usual ones."""
-    plans = cost_model.plan_row_statistics, cost_model.plan_linear_cross_entropy
-
-    def have(widths: list[int]) -> None:
-        monkeypatch.setattr(cost_model, "block_columns", lambda rates: widths)
-        for plan in plans:  # which may be known from a test without these
-            plan.cache_clear()
-
-    yield have
-    monkeypatch.undo()
-    for plan in plans:
-        plan.cache_clear()
-
-
-@pytest.fixture(params=["by rows", "by columns"])
-def blocks(request: pytest.FixtureRequest, have_blocks: Callable[[list[int]], None]) -> None:
-    """The shape of the blocks that the cost model chooses from."""
-    if request.param == "by columns":
-        have_blocks([8, 12])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -267,86 +223,6 @@ def test_every_form_of_a_statistic_is_one_op_and_logits_are_nothing_else(program
     described = st.explain(value)
     assert described.count("row_statistics") == 1
     assert described.count("[12, 20]") == 1, "only the product has the size of the logits"
-
-
-@pytest.mark.parametrize("program", [entropy, expectation, selected, hits, several_classes, of_a_sequence])
-@pytest.mark.usefixtures("blocks")
-def test_a_step_leaves_no_tensors_to_the_garbage_collector(program: Any) -> None:
-    case = linear_case()
-    leaves = [case[name].requires_grad_() for name in ("h", "w", "b")]
-
-    def step() -> int:
-        program(F.linear(st.chunk(leaves[0], rows=5), *leaves[1:]), case["target"]).sum().backward()
-        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
-
-    step()
-    gc.collect()
-    gc.disable()
-    try:
-        assert step() == step()
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("program", [entropy, selected])
-@pytest.mark.usefixtures("blocks")
-def test_a_loss_that_is_kept_after_its_backward_keeps_no_operands(program: Any) -> None:
-    case = linear_case()
-
-    def step() -> tuple[Tensor, int]:
-        hidden, weight = case["h"].requires_grad_().sin(), case["w"].requires_grad_().cos()
-        addresses = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
-        loss = program(F.linear(st.chunk(hidden), weight), case["target"]).square().mean().realize()
-        loss.backward()
-        sizes = {hidden.shape, weight.shape}
-        del hidden, weight
-        plain = [x for x in gc.get_objects() if type(x) is Tensor and x.layout is torch.strided and not x.is_nested]
-        found = [x for x in plain if x.shape in sizes and x.device.type == "cpu"]
-        return loss, sum(x.untyped_storage().data_ptr() in addresses for x in found)
-
-    step()  # whose imports leave cycles
-    assert step()[1] == 0
-
-
-def by_entropy(z: Tensor, t: Tensor) -> Tensor:
-    return entropy(z, t).sum()
-
-
-def by_mean_of_sequences(z: Tensor, t: Tensor) -> Tensor:
-    return (selected(z, t).view(4, 8).mean(-1) ** 2).sum()
-
-
-def by_masked_entropy(z: Tensor, t: Tensor) -> Tensor:
-    warm = z / torch.linspace(0.5, 1.5, 32)[:, None].requires_grad_()
-    return by_entropy(warm.masked_fill(torch.arange(80) % 7 == 3, -1e4), t)
-
-
-@pytest.mark.parametrize("loss", [by_entropy, by_mean_of_sequences, by_masked_entropy])
-def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
-    loss: Any, have_blocks: Callable[[list[int]], None]
-) -> None:
-    have_blocks([8])
-    case = linear_case(32, 4, 80)
-    h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
-    with Sizes() as seen, allocations() as made:
-        loss(F.linear(st.chunk(h, memory_limit=5800), w), case["target"]).backward()
-    blocks = 80 // 8
-    assert blocks < seen.products.count((32, 8)) <= 2 * blocks, "the logits, once more at most"
-    assert seen.products.count((8, 4)) == blocks, "the gradient of the weight"
-    assert seen.products.count((32, 4)) == blocks, "the gradient of the hidden states"
-    assert made.largest < 32 * 80
-
-
-def test_a_frozen_head_stays_by_rows_and_takes_no_product_for_its_gradient(
-    have_blocks: Callable[[list[int]], None],
-) -> None:
-    have_blocks([8])
-    case = linear_case()
-    h, w = case["h"].requires_grad_(), case["w"]
-    with Sizes() as seen:
-        entropy(F.linear(st.chunk(h, rows=5), w), case["target"]).sum().backward()
-    assert (20, 6) not in seen.products
-    assert h.grad is not None
 
 
 def test_statistics_can_be_asked_for_after_others_were_computed() -> None:

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import copy
-import gc
-import importlib
 import io
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from causal_lm_gradients import COUNT, IDS, LABELS, check_errs_as_plain, exact_loss, own_loss, values
 from chunked_programs import Allocations, allocations
-from reordered_sums import orders
-from tiny_causal_lms import FAMILIES, HIDDEN, VOCABULARY, causal_lm
+from tiny_causal_lms import FAMILIES, HIDDEN, SAMPLE, VOCABULARY, causal_lm, sampled, with_liger
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subtensors as st
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("compiler")]
 apply = st.integrations.transformers.apply
 
 ROWS = {"rows": 4}
-SAMPLE = ["Llama", "Gemma2", "GPT2"]
-IDS = torch.randint(3, VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
-LABELS = IDS.masked_fill(IDS % 5 == 0, -100)
-COUNT = torch.tensor(50)
 LOGITS = IDS.numel() * VOCABULARY
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def own_loss(model: Any, count: Tensor | None) -> Tensor:
-    """What the model's own function makes of the labels."""
-    loss: Tensor = model(input_ids=IDS, labels=LABELS, num_items_in_batch=count).loss
-    return loss
 
 
 def smoothed_loss(model: Any, count: Tensor | None) -> Tensor:
@@ -57,43 +34,10 @@ def smoothed_loss(model: Any, count: Tensor | None) -> Tensor:
     return loss
 
 
-def exact_loss(model: Any, count: Tensor | None, smoothing: float) -> Tensor:
-    """The same in float64, where transformers rounds logits to float32."""
-    logits, labels = model(input_ids=IDS).logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten()
-    total = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
-    return total / (count if count is not None else (labels != -100).sum())
-
-
-def values(model: Any, loss_of: Callable[..., Tensor], *args: Any, watch: Allocations | None = None) -> Tensor:
-    """The loss and all gradients, in float64."""
-    model.zero_grad()
-    with watch or nullcontext():
-        loss = loss_of(model, *args)
-        loss.backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat([loss.detach().double().view(1), *(g.double() for g in gradients)])
-
-
 def measured(model: Any, loss_of: Callable[..., Tensor], *args: Any) -> tuple[Tensor, int]:
     """The same, and the size of the largest tensor that was made for them; what is watched isn't compiled."""
     seen = Allocations()
     return values(model, loss_of, *args, watch=seen), seen.largest
-
-
-def check_errs_as_plain(found: Tensor, plain: Callable[[], Tensor], truth: Tensor) -> None:
-    """Compare with the largest error of plain runs in several orders of addition."""
-    errors = []
-    for order in orders():
-        with order:
-            errors.append(float((plain() - truth).norm()))
-    allowed = 1.5 * max(errors) + torch.finfo(torch.float32).eps * float(truth.norm())
-    assert float((found - truth).norm()) <= allowed
-    assert found.shape == truth.shape
-
-
-def sampled(families: list[str]) -> list[Any]:
-    """Those of the sample in the default run, the others where there is time."""
-    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in families]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -260,98 +204,6 @@ def test_revert_leaves_each_module_as_it_was(compile: Any) -> None:
     applied.revert()
     assert everything(model) == before
     assert torch.equal(values(model, own_loss, COUNT), found)
-
-
-def ops_of_a_layer(compile: Any) -> Counter[str]:
-    """Count torch's ops, forward and backward, of a layer more."""
-    counts = []
-    for layers in (1, 2):
-        model = causal_lm("Qwen3", torch.bfloat16, num_hidden_layers=layers)
-        apply(model, loss=None, compile=compile)
-        for _ in range(2):
-            with torch.profiler.profile() as profile:
-                model.model(input_ids=IDS).last_hidden_state.sum().backward()
-        counts.append(Counter(event.name for event in profile.events()))
-    return counts[1] - counts[0]
-
-
-def test_compiled_parts_leave_products_attention_and_sums_to_torch() -> None:
-    plain, found = ops_of_a_layer(False), ops_of_a_layer("pointwise")
-    elementwise = ["aten::mul", "aten::pow", "aten::mean", "aten::silu", "aten::neg", "aten::_to_copy"]
-    assert all(plain[name] for name in elementwise)
-    assert not any(found[name] for name in elementwise)
-    products, attention = "aten::mm", "aten::scaled_dot_product_attention"
-    assert (found[products], found[attention]) == (plain[products], plain[attention])
-    assert found["CompiledFunction"] == 6  # four norms, the MLP and the rotary embedding
-
-
-@pytest.mark.parametrize("family", sampled(["Llama", "Gemma2", "Qwen3", "GPT2", "Phi3", "Olmo2", "Glm", "Mixtral"]))
-def test_compiled_parts_err_as_plain_ones_and_all_layers_and_lengths_share_a_few_graphs(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, graphs = causal_lm(family, num_hidden_layers=3), list[torch.fx.GraphModule]()
-    aot = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
-        graphs.append(graph)
-        return aot(graph, inputs)
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    applied = apply(model, loss=ROWS, compile="pointwise")
-    found = values(model, own_loss, COUNT)
-    for length in (8, 12, 17, 25):
-        model(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss.backward()
-    assert 2 <= len(graphs) <= 8  # two of the MLP, of the rotary embedding, and of norms of a shape
-    with torch.no_grad():
-        model.eval().generate(IDS[:, :3], max_new_tokens=2, do_sample=False)
-    count = len(graphs)
-    applied.revert()
-    wide = {"experts_implementation": "eager"} if family == "Mixtral" else {}
-    truth = values(causal_lm(family, torch.float64, num_hidden_layers=3, **wide), exact_loss, COUNT, 0.0)
-    check_errs_as_plain(found, lambda: values(model, own_loss, COUNT), truth)
-    assert len(graphs) == count
-
-
-def test_a_reentrant_checkpoint_drops_in_its_recomputation_what_it_dropped_before() -> None:
-    model = causal_lm("GPT2", resid_pdrop=0.3).train()
-    apply(model, loss=None, compile="pointwise")
-    mlp = model.transformer.h[0].mlp
-    for seed in range(3):
-        torch.manual_seed(seed)
-        mlp.zero_grad()
-        x = torch.randn(1, 1, mlp.c_proj.weight.shape[1], requires_grad=True)
-        out = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=True)
-        out.sum().backward()
-        assert torch.equal(out.flatten() == 0, mlp.c_proj.bias.grad == 0)
-
-
-def test_parts_that_are_kernels_of_ligers_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = importlib.import_module("transformers.models.llama.modeling_llama")
-    rotary = of_liger(partial(file.apply_rotary_pos_emb))
-    monkeypatch.setattr(file, "apply_rotary_pos_emb", rotary)
-    model = with_liger()
-    mlp, norm = model.model.layers[0].mlp.forward, model.model.norm.forward
-    apply(model, compile="pointwise")
-    assert (model.model.layers[0].mlp.forward, file.apply_rotary_pos_emb) == (mlp, rotary)
-    assert model.model.norm.forward != norm
-
-
-def test_models_of_a_class_share_the_rotary_embedding_until_the_last_is_reverted_or_gone() -> None:
-    gc.collect()  # of models of other tests
-    file = vars(importlib.import_module("transformers.models.llama.modeling_llama"))
-    plain = file["apply_rotary_pos_emb"]
-    models = [causal_lm() for _ in range(2)]
-    first, second = (apply(model, compile="pointwise") for model in models)
-    shared = file["apply_rotary_pos_emb"]
-    first.revert()
-    assert file["apply_rotary_pos_emb"] is shared is not plain
-    second.revert()
-    assert file["apply_rotary_pos_emb"] is plain
-    apply(models[0], compile="pointwise")
-    assert file["apply_rotary_pos_emb"] is not plain
-    models.clear()
-    gc.collect()
-    assert file["apply_rotary_pos_emb"] is plain
 
 
 def test_what_fails_halfway_leaves_the_model_as_it_was() -> None:
@@ -526,19 +378,6 @@ def trained_norms() -> Any:
     model = causal_lm()
     for name, p in model.named_parameters():
         p.requires_grad_("norm" in name)
-    return model
-
-
-def of_liger(function: Any) -> Any:
-    function.__module__ = "liger_kernel.transformers"
-    return function
-
-
-def with_liger() -> Any:
-    model = causal_lm()
-    mlp = model.model.layers[0].mlp
-    forward = type(mlp).forward
-    mlp.forward = MethodType(of_liger(lambda part, x: forward(part, x)), mlp)
     return model
 
 

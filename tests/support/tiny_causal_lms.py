@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -50,6 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The options of each family's configuration."""
 
+SAMPLE = ["Llama", "Gemma2", "GPT2"]
+"""Families in the default run."""
+
 
 def causal_lm(family: str = "Llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The model of a family, the same for the same options, in training mode."""
@@ -62,3 +66,23 @@ def causal_lm(family: str = "Llama", dtype: torch.dtype = torch.float32, **optio
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.to(dtype).train()
+
+
+def sampled(families: list[str]) -> list[Any]:
+    """Those of the sample in the default run, the others where there is time."""
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in families]
+
+
+def of_liger(function: Any) -> Any:
+    """A function as one that Liger defines."""
+    function.__module__ = "liger_kernel.transformers"
+    return function
+
+
+def with_liger() -> Any:
+    """A model with the MLP of its first layer as Liger patches it."""
+    model = causal_lm()
+    mlp = model.model.layers[0].mlp
+    forward = type(mlp).forward
+    mlp.forward = MethodType(of_liger(lambda part, x: forward(part, x)), mlp)
+    return model
