@@ -122,6 +122,11 @@ def never_none(cls: type) -> frozenset[str]:
     return frozenset(p.name for p in parameters if None not in _numbers(p.default))
 
 
+def flags(cls: type) -> frozenset[str]:
+    """The hyperparameters of a constructor that are on or off by default."""
+    return frozenset(p.name for p in inspect.signature(cls).parameters.values() if isinstance(p.default, bool))
+
+
 def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 
@@ -182,7 +187,9 @@ def _holds(allowed: str, value: object) -> bool:
     """Return whether a value is in an interval, or is a literal."""
     if allowed[0] not in "[(":
         literal = ast.literal_eval(allowed)
-        return value is literal or (not isinstance(value, Tensor) and bool(value == literal))
+        return value is literal or (isinstance(value, Real | str) and value == literal)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return False
     low, high = map(float, allowed[1:-1].split(", "))
     if not isinstance(value, Real | Tensor) or not low <= (number := float(value)) <= high:
         return False

@@ -39,7 +39,7 @@ from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
 from subtensors.optim.low_bit_state import check_state_dtype
-from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_options, group_options
+from subtensors.optim.options import TORCH_DEFAULTS, Options, ParamGroup, check_flags, check_options, group_options
 from subtensors.optim.state import Declaration, Initializer, StateFactory, checked_initializers, swapped_averages
 from subtensors.optim.state_dict import copied_state, loading, restore_state, saved_state, take_checkpoint_step
 from subtensors.optim.step import StepFunction, Updater, accumulates, with_hooks
@@ -409,7 +409,6 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if any(isinstance(p, TensorList) for p in param_group["params"]):
             raise TypeError("params are tensors, and one is a TensorList: give the list itself, or its .tensors")
-        accumulation.start(param_group, self.param_groups[0])
         known = {*self.defaults, *self._declaration.hyperparameters}
         try:
             values = {name: value for name, value in param_group.items() if name in known}
@@ -418,10 +417,12 @@ class Optimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        accumulation.start(param_group, self.param_groups[0])
 
     def _check(self, group: ParamGroup) -> None:
         """Refuse options that are not supported."""
         name = type(self).__name__
+        check_flags(group, self._declaration.flags)
         check_options(name, group, self.param_groups[0])
         check_state_dtype(name, group.get("state_dtype"), self.low_bit)
         if missing := self._declaration.required - set(group):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, cast
 
 import torch
@@ -84,6 +84,20 @@ IN_STEP = ("max_norm", PASSES, "ema")
 
 _RANGES = {"max_norm": "None or (0, inf]", "ema": "None or [0, 1]"}
 
+_FLAGS = {"master_weights": bool, "graph": bool, **dict.fromkeys(TORCH_DEFAULTS, int | None)}
+"""The types of options that are on or off; torch's, and hyperparameters, may also be 0, 1 and None."""
+
+
+def check_flags(given: Mapping[str, object], hyperparameters: Collection[str] = ()) -> None:
+    """Refuse options, and these hyperparameters, that are neither on nor off.
+
+    Raises:
+        ValueError: with the option and its value.
+    """
+    for name, kind in (dict.fromkeys(hyperparameters, int | None) | _FLAGS).items():
+        if not isinstance(given.get(name, False), kind):
+            raise ValueError(f"Invalid {name}: {shown(given[name])}; expected True or False")
+
 
 def check_options(name: str, group: Mapping[str, Any], first: Mapping[str, object]) -> None:
     """Refuse options of a group that are out of range or not supported.
@@ -123,9 +137,7 @@ def group_options(options: Options, cls: type = object) -> ParamGroup:
     given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():
         raise TypeError(_unknown_option(min(unknown), cls, sorted(defaults)))
-    for name in ("master_weights", "graph"):
-        if not isinstance(given.get(name, False), bool):
-            raise ValueError(f"Invalid {name}: {shown(given[name])}; expected True or False")
+    check_flags(given)
     if not isinstance(given.get("arena"), Arena | None):
         raise ValueError(f"Invalid arena: {shown(given['arena'])}; expected a st.Arena or None")
     return {
