@@ -20,7 +20,7 @@ import subtensors as st
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 
 # The last bits of these depend on the address of LAPACK's work area.
-LAST_BITS_VARY = {"linalg_lstsq"}
+LAST_BITS_VARY = {"linalg.lstsq"}
 
 # These move or resize their argument, which a static tensor refuses.
 RELOCATING_OPS = {"resize_", "resize_as_", "set_", "as_strided_", "as_strided"}
