@@ -227,9 +227,10 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
     elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
-    others = blocks - 1 - blocks_in_gradient(blocks, shape.rows, elements)  # the last one stays where it was computed
-    kept = max(0, min(kept, others * columns))
-    recomputed = max(0.0, (others - kept / columns) / blocks)
+    # The last one stays where it was computed.
+    others = max(0, blocks - 1 - blocks_in_gradient(blocks, shape.rows, elements))
+    kept = min(kept, others * columns)
+    recomputed = (others - kept / columns) / blocks
     blocks += recomputed > 0 and kept % columns > 0  # one is kept in part
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
     hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden

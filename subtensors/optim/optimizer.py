@@ -149,6 +149,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{type(self).__name__} has no update method")
         self._arena = options.get("arena")
         self._updater = Updater(type(self), self._fusion)
+        check_flags({**defaults, **options}, self._declaration.flags)
         given = defaults | {name: x for name, x in options.items() if name in TORCH_DEFAULTS}
         checked = checked_values(given, self._declaration.number_counts, self._accepted)
         super().__init__(parameters_in(params), checked | group_options(options, type(self)))

@@ -177,8 +177,9 @@ class Updater:
             if name in group:
                 value = group[name]
                 if type(value) is not float:
-                    is_flag = name not in self.declaration.number_counts
-                    value = float(value) if type(value) is bool and not is_flag else _as_argument(value, device)
+                    if isinstance(value, bool) and name in self.declaration.number_counts:
+                        value = float(value)
+                    value = _as_argument(value, device)
                 if type(value) is float and value == 0 and name in self.declaration.optional:
                     value = None
                 values[name] = value

@@ -183,7 +183,7 @@ def test_what_is_no_number_in_a_group_later_is_refused_by_the_step(
 
 
 def test_a_number_that_may_be_none_may_be_none_later() -> None:
-    p = torch.nn.Parameter(torch.ones(2))
+    p = Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     optimizer = st.optim.AdEMAMix([p], alpha_warmup=9)
     optimizer.param_groups[0]["alpha_warmup"] = None
@@ -246,3 +246,29 @@ def test_the_flags_of_torch_are_options_of_every_class(name: str) -> None:
     with pytest.raises(ValueError, match="differentiable=True is not supported") as error:
         cls([param()], differentiable=True)
     assert ("can differentiate" in str(error.value)) == hasattr(torch.optim, name)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(3), torch.ones(0), [True], np.ones(2)], ids=["several", "none", "list", "numpy"]
+)
+@pytest.mark.parametrize("name", ["foreach", "maximize", "differentiable", "master_weights", "amsgrad"])
+def test_a_flag_that_is_neither_on_nor_off_is_refused_by_name(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"Invalid {name}: .*; expected True or False"):
+        st.optim.Adam(ones(1), **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["max_norm", "ema", "accumulate"])
+def test_an_option_that_is_one_number_refuses_several_by_name(name: str) -> None:
+    for wrong in (torch.ones(3), np.ones(2)):
+        with pytest.raises(ValueError, match=f"Invalid {name}: "):
+            st.optim.SGD(ones(1), **{name: wrong})
+
+
+def test_a_number_may_be_true() -> None:
+    ends = []
+    for make in (st.optim.ASGD, torch.optim.ASGD):
+        w = Parameter(torch.ones(2))
+        w.grad = torch.ones(2)
+        make([w], t0=True).step()
+        ends.append(w.detach())
+    torch.testing.assert_close(*ends)

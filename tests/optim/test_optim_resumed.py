@@ -193,6 +193,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(program: Program) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
 @settings(max_examples=max(4, settings().max_examples // 5))
 @given(program=programs(), packed=some.booleans())
 def test_captured_training_goes_on_as_if_it_had_never_stopped(program: Program, packed: bool) -> None:

@@ -23,8 +23,6 @@ _ASKS_THE_DEVICE = {
     aten._unique2.default,
 }
 
-_INDEXES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-
 
 class Asked(RuntimeError):
     """A program that is captured asks for a value, which is not there yet."""
@@ -46,8 +44,6 @@ class Tape(TorchDispatchMode):
         self._own: set[int] = set()
         self._constants: set[int] = set()
         """Memory of `torch.tensor(number)` and of what is made of such: beside a GPU that is on the host."""
-        self._indices: set[int] = set()
-        """Memory of whole numbers that index: those of a list, `x[[-1]]`, are nobody's, and a GPU captures none."""
         self.read: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, Tensor]] = {}
         """Memory from elsewhere, by its id: it, what it held before, and something that keeps it."""
 
@@ -62,8 +58,6 @@ class Tape(TorchDispatchMode):
         if (func in _ASKS_THE_DEVICE or has_mask) and not is_constant:
             raise Asked(f"operation not permitted when stream is capturing: {func}")
         given = [x for x in given if x.layout is torch.strided]
-        if func in _INDEXES:
-            self._indices.update(_memory(x) for x in args[1] if x is not None and x.dtype == torch.int64)
         for x in given:
             if (place := _memory(x)) not in self._own and place not in self.read:
                 self.read[place] = x.untyped_storage(), x.untyped_storage().clone(), x.data
@@ -118,8 +112,7 @@ class Tape(TorchDispatchMode):
         tapes = [*pool]
         counted, made = _holders(tapes), set[int]().union(*[tape._own for tape in tapes])
         for place, (storage, _, x) in self.read.items():
-            on_host = place in self._constants or place in self._indices
-            is_outside = not (place in made or on_host or x.is_meta) and storage.nbytes()
+            is_outside = not (place in made or place in self._constants or x.is_meta) and storage.nbytes()
             if is_outside and _use_count(place) <= counted[place]:
                 raise AssertionError(f"a graph reads memory that was freed, of {tuple(x.shape)}")
 

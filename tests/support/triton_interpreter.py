@@ -1,6 +1,6 @@
-"""What Triton's interpreter lacks: an error for an address outside of a kernel's operands, as a GPU's at a page's end.
+"""Additions to Triton's interpreter: an error where a kernel uses an address outside of its operands.
 
-Before version 3.9 it lacks numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax, too.
+Before version 3.9 also numpy 2.4, bfloat16 constants, and NaNs in fmin and fmax.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from triton.runtime import interpreter
 
 
 def mend_interpreter() -> None:
-    """Have the interpreter do what a GPU does, where this version of Triton does not."""
+    """Make the interpreter do what a GPU does, where this version of Triton does not."""
     check_addresses()
-    run = interpreter.GridExecutor.__call__
-
-    def run_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
-        with np.errstate(all="ignore"):  # a GPU divides by 0 without a word
-            run(self, *args, **kwargs)
-
-    interpreter.GridExecutor.__call__ = run_quietly
     builder = interpreter.InterpreterBuilder
     if hasattr(builder, "get_bf16"):  # 3.9, the first to have all of them
         return
@@ -48,7 +41,7 @@ def _all_ones(builder: Any, kind: Any) -> Any:
 
 
 def check_addresses() -> None:
-    """Have the interpreter raise where a kernel reads or writes memory that is not in the storage of an operand.
+    """Make the interpreter raise where a kernel reads or writes memory that is not in the storage of an operand.
 
     On a GPU most such addresses belong to another tensor; the others are an illegal access. A kernel that makes an
     address of a number, which it read from a table, may use any.
