@@ -172,21 +172,19 @@ def product_by_kernel(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from subtensors.kernels.cross_entropy.exp_product_kernel import exp_product_kernel
-
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
     described = [TensorDescriptor.from_tensor(x, [128, 64], layout) for x in (hidden, weight, exponentials)]
     (rows, width), classes = hidden.shape, weight.shape[0]
     tiles = -(-rows // 256), classes // COLUMNS
     programs = min(multiprocessors(hidden.device), tiles[0] * tiles[1])
-    with launching_on(hidden.device):
-        exp_product_kernel[(programs,)](
-            *described,
-            *(shifts, sums, rows, width, *tiles, TILES, programs, scale),
-            HIDDEN=HIDDEN_BLOCKS,
-            WEIGHT=WEIGHT_BLOCKS,
-            num_warps=4,
-        )
+    cached_launcher("cross_entropy.exp_product_kernel", "exp_product_kernel")(
+        programs,
+        (shifts, sums),
+        *(*described, rows, width, *tiles, TILES, programs, scale),
+        HIDDEN=HIDDEN_BLOCKS,
+        WEIGHT=WEIGHT_BLOCKS,
+        num_warps=4,
+    )
 
 
 def product_by_torch(

@@ -121,15 +121,15 @@ def multiply(
 
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "group", "programs"])
 def exp_product_kernel(
-    hidden, weight, exponentials, shifts, sums, rows, columns, tiles_m, tiles_n, group, programs, scale,
+    shifts, sums, hidden, weight, exponentials, rows, columns, tiles_m, tiles_n, group, programs, scale,
     HIDDEN: gl.constexpr, WEIGHT: gl.constexpr,
 ):  # fmt: skip
     """Compute E = exp2(scale X W^T - shifts), (rows, V), and the sums of each row over 128 columns, (V / 128, rows).
 
     Args:
-        hidden, weight, exponentials: descriptors of bfloat16 matrices with blocks of (128, 64).
         shifts: (rows,) float32.
         sums: (V / 128, rows) float32.
+        hidden, weight, exponentials: descriptors of bfloat16 matrices with blocks of (128, 64).
         rows, columns: of X.
         tiles_m, tiles_n: of the result.
         group: rows of tiles that are taken together.
