@@ -13,6 +13,15 @@ import subtensors as st
 
 pytestmark = pytest.mark.usefixtures("captured")
 
+
+def _written(x: Tensor) -> Tensor:
+    x[..., [1, -1]] = 0
+    x[:, x.argmax(1)] = 0.5
+    x[x > 0.9] = 0.25
+    x[0, :2] = 3
+    return x
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean by hand": lambda x: x.sum(1) / x.shape[1],
     "a sum of positions": lambda x: x.sum(1) + torch.arange(x.shape[1]).sum(),
@@ -27,6 +36,14 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a list of sizes as a tensor": lambda x: x.sum(1) * torch.tensor([x.shape[1], 2, 4 * x.shape[1], 1]).rsqrt(),
     "a shape as a tensor": lambda x: x.sum(1) * torch.tensor(x.shape, dtype=torch.float32).prod(),
     "a number as a tensor": lambda x: x.sum(1) * torch.tensor(0.5) + torch.tensor(2) * torch.tensor(True),
+    "numbers as a tensor": lambda x: (
+        x.sum(1) * torch.tensor([0.5, 2, True, -1]) + torch.as_tensor((1, 2, 3, 4)) + x.new_tensor([1, 2, 3, 4])
+    ),
+    "a list of positions": lambda x: x.sum(1)[:, [-1, 0]] + x[:, [0, -1]].sum((1, 2))[[1, 0], None],
+    "a list of positions of a plain tensor": lambda x: (
+        x.sum(1) + torch.arange(9.0, device=x.device)[[2, 3, 5, -2]][range(4)]
+    ),
+    "numbers that are written": lambda x: _written(x.sum(1)),
     "coordinates of a flat index": lambda x: torch.stack(torch.unravel_index(x.flatten().argmax(), x.shape)),
     "coordinates in two dims": lambda x: torch.stack(torch.unravel_index(x.flatten(0, 1).argmin(0), x.shape[:2])),
     "coordinates of padded indices": lambda x: torch.unravel_index(x.flatten(1).argsort(1), x.shape[1:])[0].cumsum(1),
