@@ -32,6 +32,7 @@ from subtensors.kernels.runtime.async_compile import use_reference_while_compili
 from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.padded.autograd import wrap_with_grad
 from subtensors.padded.fallback import refusing_fallbacks
+from subtensors.padded.host_constants import HostConstants
 from subtensors.padded.padded_tensor import PaddedTensor, make_padded
 from subtensors.padded.sized_calls import SizedPlainCalls
 
@@ -83,6 +84,8 @@ class Bucket:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.retained: list[Tensor] = []
         """Tensors that the graph may read and nothing else may keep alive."""
+        self._constants: HostConstants | None = None
+        """What the program makes on the host, while it is captured."""
         self.outputs: Outputs | None = None
         self.no_graph_reason = ""
         """The reason why it can't be captured, once that is known; "" until then."""
@@ -224,7 +227,7 @@ class Bucket:
     def call_program(self, leaves: Sequence[PyTree]) -> PyTree:
         """Call the program on padded leaves."""
         # What is to be a graph is refused where the graph would be, so that the program itself answers from the start.
-        with SizedPlainCalls(), refusing_fallbacks(self.pool is not None), self.conditions.noted():
+        with SizedPlainCalls(self._constants), refusing_fallbacks(self.pool is not None), self.conditions.noted():
             return self.call(leaves)
 
     def _run(self, host: HostSizes | None) -> Outputs:
@@ -317,8 +320,12 @@ class Bucket:
     def measured_capture(self, pool: GraphPool) -> Iterator[None]:
         """A context for a capture into a pool, which is measured and retains the tensors that the graph may read."""
         before, started = pool.bytes(), time.perf_counter()
-        yield
-        self.retained = pool.outside(self.state.unwatched_tensors())
+        self._constants = constants = HostConstants()
+        try:
+            yield
+        finally:
+            self._constants = None
+        self.retained = [*pool.outside(self.state.unwatched_tensors()), *constants.pinned]
         self.statistics.graph_bytes = pool.bytes() - before
         self.statistics.captures += 1
         self.statistics.capture_ms = (time.perf_counter() - started) * 1e3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from subtensors.dispatch.sizes.dim_factors import bucket_of
 from subtensors.dispatch.sizes.expressions import added, floor_divided, largest, multiplied
 from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
 from subtensors.padded.fast_path import SHAPE_OPS, run_op
+from subtensors.padded.host_constants import HostConstants
 from subtensors.padded.inplace import assign_at_index
 from subtensors.padded.padded_tensor import PaddedTensor
 
@@ -70,12 +71,6 @@ VALUES = frozenset(
     __imul__ __itruediv__ __idiv__""".split()
 )
 """The names of functions in which a size is a value, like any other number."""
-
-
-MAX_FILLED = 64
-"""The most numbers of a list that are filled on the device, each by a kernel."""
-
-_NUMBERS = frozenset([bool, int, float, complex])
 
 
 def run_with_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -196,25 +191,24 @@ class SizedPlainCalls(TorchFunctionMode):
     An int has no `__torch_function__`, so what a program makes of sizes alone would be plain tensors of the bucket's
     size. In this mode, which is on while a bucketed program runs, factories make PaddedTensors of the true sizes, views
     and slices of plain tensors end there, and arithmetic computes with them. Whatever has no rule gets the bucket's
-    number, as without the mode. The numbers of `torch.tensor([0.5, 1], device="cuda")` and `x[..., [-1, 0]]` are filled
-    on the device, since no graph can copy them from the host. The dtypes of results are noted.
+    number, as without the mode. `torch.tensor(0.5, device="cuda")` is filled on the device. The dtypes of results are
+    noted.
+
+    Args:
+        constants: of a run that is captured; None for another.
     """
+
+    def __init__(self, constants: HostConstants | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._constants = constants
 
     def __torch_function__(
         self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Run one call."""
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and len(args) == 1:
-            if type(args[0]) in _NUMBERS:
-                return torch.full((), args[0], **kwargs)
-            if _is_short_list(args[0], _NUMBERS) and kwargs.keys() <= {"dtype", "device"}:
-                return _filled(args[0], **kwargs)
-        elif func is Tensor.new_tensor and len(args) == 2 and kwargs.keys() <= {"dtype", "device"}:
-            kwargs = {"dtype": args[0].dtype, "device": args[0].device} | kwargs
-            return self.__torch_function__(torch.tensor, (), args[1:], kwargs)
-        elif func in (Tensor.__getitem__, Tensor.__setitem__):
-            args = args[0], *_filled_operands(*args)
+        if func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float, complex):
+            func, args = torch.full, ((), args[0])  # the same value without a copy from the host
         if tree_has(PaddedSize, (args, kwargs)) and not any(issubclass(kind, PaddedTensor) for kind in types):
             try:
                 found = _at_true_sizes(func, args, {**kwargs})
@@ -225,34 +219,11 @@ class SizedPlainCalls(TorchFunctionMode):
             _note_number()
         elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):
             _note_number()
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if self._constants is None else self._constants.run(func, args, kwargs)
         if noting.into is not None and isinstance(out, Tensor):
             dtype = out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype
             noting.into.dtypes.update(dtype if isinstance(dtype, list) else [dtype])  # one for each of a TensorList
         return out
-
-
-def _is_short_list(x: object, kinds: Collection[type]) -> bool:
-    return isinstance(x, (list, tuple, range)) and 0 < len(x) <= MAX_FILLED and all(type(n) in kinds for n in x)
-
-
-def _filled(numbers: Sequence[complex], dtype: torch.dtype | None = None, **device: PyTree) -> Tensor:
-    """Return the same as `torch.tensor(numbers)`, without a copy from the host."""
-    dtype = torch.tensor(numbers, device="cpu").dtype if dtype is None else dtype
-    return torch.stack([torch.full((), n, dtype=dtype, **device) for n in numbers])
-
-
-def _filled_operands(x: Tensor, index: PyTree, *value: PyTree) -> Iterator[PyTree]:
-    """Yield an index, and the value that is written there, with numbers that torch would copy from the host filled."""
-    parts = index if isinstance(index, tuple) else (index,) if isinstance(index, (list, range)) else ()
-    found = [_filled(part, device=x.device) if _is_short_list(part, (int,)) else part for part in parts]
-    yield tuple(found) if isinstance(index, tuple) else found[0] if found else index
-    picked = [part for part in found or [index] if isinstance(part, Tensor)]
-    # Torch writes a number to the places of a mask, or of slices, without a copy.
-    is_copied = picked and not any(part.dtype in (torch.bool, torch.uint8) for part in picked)
-    yield from [
-        torch.full((), n, dtype=x.dtype, device=x.device) if is_copied and type(n) in _NUMBERS else n for n in value
-    ]
 
 
 def _note_number() -> None:

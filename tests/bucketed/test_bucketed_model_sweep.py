@@ -6,8 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from model_sweep.cases import CASES
+from model_sweep.outcome import uniform
 from model_sweep.page import row
+
+import subtensors as st
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -42,6 +46,25 @@ def test_a_model_of_the_sample_does_what_the_table_says(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SAMPLE])
 def test_a_model_does_what_the_table_says(name: str) -> None:
     _check(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SAMPLE[:3], SAMPLE[4], "FalconForCausalLM"])
+def test_a_model_does_on_a_gpu_what_the_table_says(name: str) -> None:
+    outcome = uniform(CASES[name], False, "cuda")
+    assert outcome.how == _cells(name)[1], outcome.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "PhimoeForCausalLM"])
+def test_experts_of_16_bits_are_replayed_on_a_gpu(name: str) -> None:
+    case = CASES[name]
+    model = case.model().to("cuda", torch.bfloat16)
+    run = st.bucketed(model, case.dims, check=False)
+    for index, sizes in enumerate(((7,), (5,), (12,), (9,), (3,))):
+        run(**{name: x.to("cuda") for name, x in case.arguments(index, sizes).items()})
+    assert run.stats().hits == 3
+    assert not run.stats().fallbacks
 
 
 def test_the_table_has_a_row_for_each_model_and_its_counts_are_those_of_its_rows() -> None:

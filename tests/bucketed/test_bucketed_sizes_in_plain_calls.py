@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from bucketed_rows import SEQ
@@ -20,6 +21,14 @@ def _written(x: Tensor) -> Tensor:
     x[x > 0.9] = 0.25
     x[0, :2] = 3
     return x
+
+
+def _with_table_of_the_host(x: Tensor) -> Tensor:
+    table = torch.arange(4, device="cpu") / 3
+    table[1:] *= torch.tensor(0.5, device="cpu")
+    on_device = table.to(x.device, torch.float32)
+    on_device += 1  # which a replay does once
+    return x.sum(1) + on_device * torch.zeros(4, device="cpu").to(x)[:, None].cos()[:, 0]
 
 
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,10 +48,14 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "numbers as a tensor": lambda x: (
         x.sum(1) * torch.tensor([0.5, 2, True, -1]) + torch.as_tensor((1, 2, 3, 4)) + x.new_tensor([1, 2, 3, 4])
     ),
+    "an array as a tensor": lambda x: x.sum(1) * torch.tensor(np.arange(8).reshape(2, 4), dtype=torch.float32),
     "a list of positions": lambda x: x.sum(1)[:, [-1, 0]] + x[:, [0, -1]].sum((1, 2))[[1, 0], None],
     "a list of positions of a plain tensor": lambda x: (
         x.sum(1) + torch.arange(9.0, device=x.device)[[2, 3, 5, -2]][range(4)]
     ),
+    "a table that is made on the host": _with_table_of_the_host,
+    "a list that is moved": lambda x: x.sum(1) + torch.tensor([0.5, 1, 2, 3], device="cpu").to(x.device),
+    "positions that are made on the host": lambda x: x.sum(1)[:, torch.tensor([3, 0], device="cpu")],
     "numbers that are written": lambda x: _written(x.sum(1)),
     "coordinates of a flat index": lambda x: torch.stack(torch.unravel_index(x.flatten().argmax(), x.shape)),
     "coordinates in two dims": lambda x: torch.stack(torch.unravel_index(x.flatten(0, 1).argmin(0), x.shape[:2])),
@@ -64,6 +77,22 @@ def test_a_size_given_to_a_plain_call_is_the_true_one(name: str, device: str) ->
             torch.testing.assert_close(found, expected)
     assert run.stats().hits == 2
     assert not run.stats().fallbacks
+
+
+def test_a_tensor_of_the_host_that_others_write_to_is_read_in_each_call(device: str) -> None:
+    table, numbers = torch.ones(4), np.ones(4, dtype=np.float32)
+
+    def program(x: Tensor) -> Tensor:
+        made = torch.zeros(4)
+        made += table
+        return x.sum(1) + made.to(x.device) + torch.from_numpy(numbers).to(x.device)
+
+    run = st.bucketed(program, {"x": {1: SEQ}}, check=False, key=lambda x: float(numbers[0]))
+    for n in (5, 6, 5, 6):
+        x = torch.randn(2, n, 4, device=device)
+        torch.testing.assert_close(run(x), program(x))
+        table += 1
+        numbers += 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])

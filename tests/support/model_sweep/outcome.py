@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 import subtensors as st
 from model_sweep.case import ModelCase
-from subtensors.bucketed.compare_runs import TOLERATED_UNITS
+from subtensors.bucketed.compare_runs import TOLERATED_UNITS, full_float32
 from subtensors.padded import torch_function as padded_calls
 
 Results = dict[str, Tensor]
@@ -49,13 +49,14 @@ class WrongResult(Exception):
 
 
 @contextmanager
-def _graphs() -> Iterator[None]:
-    """Replay captured programs on the CPU, and leave out what models and runners have to say."""
+def _graphs(device: str = "cpu") -> Iterator[None]:
+    """Replay captured programs on the CPU, too, and leave out what models and runners have to say."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch, full_float32():
         warnings.simplefilter("ignore")
-        pretend(patch, trained=True)
+        if device == "cpu":
+            pretend(patch, trained=True)
         disabled = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         try:
@@ -65,22 +66,23 @@ def _graphs() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def uniform(case: ModelCase, check: bool) -> Outcome:
+def uniform(case: ModelCase, check: bool, device: str = "cpu") -> Outcome:
     """Compare the calls of a row, each with all of its rows of one length.
 
     Args:
         case: the row.
         check: leave the comparison to the runner, which makes it at the first calls, and is not to find anything.
+        device: "cpu" or "cuda".
     """
-    with _graphs():
-        model = case.model()
+    with _graphs(device):
+        model = case.model().to(device)
         truth = _exact(model)
         plain = copy.deepcopy(model)
         options = {} if check else {"check": False}
         run = st.bucketed(model, case.dims, max_waste=None, **options)
         try:
             for index, sizes in enumerate(case.calls[:4] if check else case.calls):
-                arguments = case.arguments(index, sizes)
+                arguments = pytree.tree_map_only(Tensor, lambda x: x.to(device), case.arguments(index, sizes))
                 try:
                     got = _results(run, model, arguments)
                 except Exception as error:
@@ -150,7 +152,7 @@ def _named(out: object) -> Results:
 def _weighted(x: Tensor, seed: int = 0) -> Tensor:
     """The sum of a tensor with random weights, the same ones for each dtype."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-    return (x * weight.to(x.dtype)).sum()
+    return (x * weight.to(x)).sum()
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> Results:
@@ -233,7 +235,8 @@ def _nudged(model: nn.Module, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in nudged.parameters():
-            p.mul_(1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=generator))
+            steps = torch.randint(-1, 2, p.shape, generator=generator).to(p.device)
+            p.mul_(1 + torch.finfo(p.dtype).eps * steps)
     return nudged
 
 
