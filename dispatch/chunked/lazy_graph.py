@@ -259,7 +259,7 @@ class LazyNode:
 
 
 def computation(
-    requested: Iterable[LazyValue], stops_at: Callable[[LazyValue], bool] = lambda value: False
+    requested: Iterable[LazyValue], stops_at: Callable[[LazyValue], object] = lambda value: False
 ) -> list[LazyValue]:
     """Return what is to be computed for some values, in order: each value after those that it is computed from.
 
@@ -267,7 +267,7 @@ def computation(
 
     Args:
         requested: the values, the last of which is computed first.
-        stops_at: returns whether to go no further than a value: its operands are left out.
+        stops_at: returns whether to go no further than a value: its operands are left out. It is called once for each.
     """
     found: dict[LazyValue, None] = {}
     opened, stack = set[LazyValue](), [*requested]
@@ -275,30 +275,12 @@ def computation(
         value = stack[-1]
         if value in found or value.tensor is not None:
             stack.pop()
-        elif value in opened or value.node is None or stops_at(value):
+        elif value in opened or stops_at(value) or value.node is None:
             found[stack.pop()] = None
         else:
             opened.add(value)
             stack.extend(value.node.operands())
     return [*found]
-
-
-def uncomputed(value: LazyValue, stops_at: Callable[[LazyValue], object] = lambda value: False) -> Iterator[LazyValue]:
-    """Yield a value and those that it is computed from, as far as their tensors aren't known.
-
-    Args:
-        value: the value.
-        stops_at: returns whether to go no further than a value: its operands are left out.
-    """
-    seen, stack = set[LazyValue](), [value]
-    while stack:
-        value = stack.pop()
-        if value in seen or value.tensor is not None:
-            continue
-        seen.add(value)
-        yield value
-        if value.node is not None and not stops_at(value):
-            stack.extend(value.node.operands())
 
 
 def largest(values: Sequence[LazyValue]) -> LazyValue:
@@ -431,7 +413,7 @@ def replicated(value: LazyValue) -> LazyValue:
         leaf.tensor, leaf.recorded = value.tensor, value.recorded
         return leaf
     node = value.node
-    if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:
+    if node is not None and (node.name in CHUNK_INDEPENDENT_VIEWS or is_input(value)):
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
         operands = replicated(node.args[0]), *rest
@@ -440,6 +422,16 @@ def replicated(value: LazyValue) -> LazyValue:
     full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
     full.part_layout = layout
     return full
+
+
+_INPUT_OPS = ("reshape", "_to_copy.default", "alias.default")
+
+
+def is_input(value: LazyValue) -> bool:
+    """Return whether a value is a chunked input, or a reshape, a cast or an alias of one, as autocast makes it."""
+    while value.node is not None and value.tensor is None and value.node.name in _INPUT_OPS:
+        value = value.node.args[0]
+    return value.tensor is not None and value.layout is not None
 
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:

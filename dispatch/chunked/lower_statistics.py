@@ -79,7 +79,7 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     op, layout = node.op, logits.row_layout
     assert isinstance(op, StatisticsOp)
     with recording(True):
-        hidden = found.rows_of(_full(found.hidden), record)
+        hidden = found.rows_of(replicated(found.hidden), record)
         weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested
@@ -105,14 +105,3 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
         if result is not None and result.layout is not None:
             result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, layout.axis, node.grad)
             result.node.add_output(result)
-
-
-def _full(value: LazyValue) -> LazyValue:
-    """Return an input of the region in full, reshaped and cast as it was recorded."""
-    node = value.node
-    if node is None or value.tensor is not None:
-        return replicated(value)
-    rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
-    operands = _full(node.args[0]), *rest
-    out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
-    return out

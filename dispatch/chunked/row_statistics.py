@@ -20,10 +20,10 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
     NeedsMaterialize,
+    computation,
     is_differentiated,
     recording,
     replicated,
-    uncomputed,
 )
 from subtensors.dispatch.chunked.logit_maps import record_maps, scales_offsets
 from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
@@ -189,7 +189,7 @@ def has_statistics(logits: LazyValue) -> bool:
 
 def _reads(value: LazyValue, node: LazyNode) -> bool:
     """Return whether a value depends on the results of an op, which has not run."""
-    return any(found.node is node for found in uncomputed(value))
+    return any(found.node is node for found in computation([value]))
 
 
 def untransformed_rows(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.evaluation import evaluate, evaluate_together, may_ride, takes_one_pass
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, uncomputed, version_and_address
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, computation, version_and_address
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals.autograd import retains_graph
@@ -169,7 +169,7 @@ def _compute_observed(number: LazyValue, held: Held) -> Tensor:
 
 def has_gradients(value: LazyValue) -> bool:
     """Return whether anything that a value is to be computed from requires grad."""
-    return any(part.needs_grad for part in uncomputed(value))
+    return value.needs_grad or any(part.needs_grad for part in computation([value]))
 
 
 def evaluate_rows(value: LazyValue) -> Tensor:
@@ -291,7 +291,7 @@ def _record(number: LazyValue) -> bool:
 
 def _numbers(requested: LazyValue) -> list[LazyValue]:
     """Return the numbers that wait, among those that a number is made of."""
-    values = list(uncomputed(requested, lambda value: value.waiting))
+    values = computation([requested], lambda value: value.waiting)
     if any(value.waiting is None and value.node is None for value in values):
         raise RuleError(
             "a number of chunked rows was computed as part of another one, whose backward has run: what it read is "
@@ -302,12 +302,9 @@ def _numbers(requested: LazyValue) -> list[LazyValue]:
 
 def _products(value: LazyValue) -> dict[int, torch.Size]:
     """Return the sizes of the chunked products that a value depends on, by id."""
-    found: dict[int, torch.Size] = {}
-    for v in uncomputed(value):
-        _record(v)
-        if v.node is not None and v.node.op in _PRODUCTS and v.node.axis is not None:
-            found[id(v.node)] = v.shape
-    return found
+    values = computation([value], lambda v: not _record(v))
+    nodes = ((v.node, v.shape) for v in values if v.node is not None and v.node.axis is not None)
+    return {id(node): sizes for node, sizes in nodes if node.op in _PRODUCTS}
 
 
 def _axes(value: LazyValue) -> list[ChunkAxis]:
@@ -316,7 +313,7 @@ def _axes(value: LazyValue) -> list[ChunkAxis]:
     def axis_of(value: LazyValue) -> ChunkAxis | None:
         return value.node.axis if value.node is not None else None if value.waiting is None else value.waiting.axis
 
-    found = [axis_of(v) for v in uncomputed(value, axis_of)]
+    found = [axis_of(v) for v in computation([value], axis_of)]
     return list(dict.fromkeys(axis.root for axis in found if axis is not None))
 
 
@@ -341,6 +338,6 @@ def _whole(number: LazyValue, held: Held, may_be_differentiated: bool) -> LazyVa
     """Return the number that is differentiated in the pass for another one: which holds all others; None: none does."""
     can = [value for holder, value in held if holder.may_be_differentiated]
     can += [number] if may_be_differentiated else []
-    parts = [{*uncomputed(value)} - {value} for value in can]
+    parts = [{*computation([value])} - {value} for value in can]
     wholes = [value for value in can if not any(value in others for others in parts)]
     return wholes[0] if len(wholes) == 1 else number if number in wholes else None

@@ -19,7 +19,7 @@ from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function,
 from subtensors.chunked.traced_chunk import TracedChunk
 from subtensors.counts import parse_bytes
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, uncomputed
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, computation, leaf_value
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import BoolArray, ChunkAxis, Policy
 from subtensors.dispatch.chunked.sharded_head import full_tensor
@@ -361,7 +361,7 @@ def _description(describe: Callable[[], str | None]) -> str | None:
 
 def _op_count(value: LazyValue) -> int:
     """Return the number of recorded ops that a value is to be computed by."""
-    return len({found.node for found in uncomputed(value)} - {None})
+    return len({found.node for found in computation([value])} - {None})
 
 
 def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> ChunkedTensor:
