@@ -20,7 +20,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,23 +36,27 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-class Holder(Protocol):
+class Holder:
     """The object that a user holds a value by."""
+
+    __slots__ = ("__weakref__",)
 
     def pending(self) -> LazyValue | None:
         """Return the value; None where its numbers are known."""
+        raise NotImplementedError
 
     def take_notice(self) -> None:
         """Take notice that the value may be known now."""
 
     @property
     def may_be_differentiated(self) -> bool:
-        """True if the user can ask for the gradient of the value."""
+        """True if the user can ask for the gradient of the value, which is a number then."""
+        return False
 
 
-Held: TypeAlias = "Sequence[tuple[Holder, LazyValue]]"
+Held: TypeAlias = Sequence[tuple[Holder, LazyValue]]
 
-UNSETTLED: dict[weakref.ref[object], None] = {}
+UNSETTLED: dict[weakref.ref[Holder], None] = {}
 """The holders of numbers that nobody may be able to ask the gradient of."""
 
 
@@ -193,7 +197,7 @@ def evaluate_rows(value: LazyValue) -> Tensor:
 def settle() -> None:
     """Compute the numbers that keep what they read in memory for themselves alone, since none has a gradient."""
     for reference in list(UNSETTLED):
-        holder = cast("Holder | None", reference())
+        holder = reference()
         number = None if holder is None else holder.pending()
         if holder is not None and number is not None:
             beside = [(holder, number), *_held_beside(number)]

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
 from subtensors.dispatch.chunked.record import ChunkedCall, record, with_gradient_of
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
-from subtensors.dispatch.chunked.shared_pass import hold
+from subtensors.dispatch.chunked.shared_pass import Holder, hold
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
@@ -33,7 +33,7 @@ Metadata: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype, torch.dev
 """Sizes, strides, dtype and device."""
 
 
-class AliasRef:
+class AliasRef(Holder):
     """A reference to a value that in-place ops replace. A view refers to its base: each sees writes to the other.
 
     Args:
@@ -41,7 +41,7 @@ class AliasRef:
         borrowed: whether it stands for a plain tensor of the caller, whose memory recording must not write.
     """
 
-    __slots__ = ("__weakref__", "_value", "base", "base_writes", "borrowed", "view_call", "writes")
+    __slots__ = ("_value", "base", "base_writes", "borrowed", "view_call", "writes")
 
     def __init__(self, value: LazyValue, borrowed: bool = False) -> None:
         self._value, self.borrowed = value, borrowed
@@ -61,11 +61,6 @@ class AliasRef:
         self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
         return self
 
-    @property
-    def may_be_differentiated(self) -> bool:
-        """True of a number whose gradient the user can ask for."""
-        return False
-
     def pending(self) -> LazyValue | None:
         """Return a chunked value of few elements, such as one a row; None where its tensor is known, or for others."""
         value, is_current = self._value, self.base is None or self.base.writes == self.base_writes
@@ -73,9 +68,6 @@ class AliasRef:
         if layout is None or value.node is None or value.tensor is not None or not is_current:
             return None
         return value if value.like.numel() < layout.axis.elements else None
-
-    def take_notice(self) -> None:
-        """Take notice that the value may be known."""
 
     @property
     def needs_grad(self) -> bool:
