@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, user_tensor
-from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, waiting_number
+from subtensors.chunked.number import METADATA_QUERIES, ChunkedNumber, may_wait, result_of_rows, waiting_number
 from subtensors.chunked.record_call import (
     call_materialized,
     check_not_transformed,
@@ -68,7 +68,7 @@ Kind: TypeAlias = type[LazyTensor]
 def is_metadata_query(func: Callable[..., object]) -> bool:
     """Return whether a function reads only metadata, such as sizes and dtype."""
     getter = getattr(func, "__name__", "") == "__get__"
-    return func in _METADATA_QUERIES or (getter and func not in _VIEW_GETTERS)
+    return func in METADATA_QUERIES or (getter and func not in _VIEW_GETTERS)
 
 
 def handle_torch_function(
@@ -290,15 +290,7 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
         loss = alone()
         if loss is not None:
             return loss
-    return _as_user_tensor(kind, shared)
-
-
-def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
-    """Record a value and return the tensor for its user; None if it can't be recorded."""
-    try:
-        value = record_value()
-    except NeedsMaterialize:
-        return None
+    value = shared()
     if value is None:
         return None
     return result_of_rows(value) if value.layout is None else user_tensor(kind, AliasRef(value))
@@ -374,11 +366,6 @@ def _add_backward_hook(x: LazyTensor, hook: Callable[[Tensor], Tensor]) -> None:
 def _methods(names: str) -> set[object]:
     return {getattr(Tensor, name) for name in names.split()}
 
-
-_METADATA_QUERIES = {torch.is_floating_point, torch.is_complex, torch.numel} | _methods(
-    "size dim stride numel is_floating_point is_complex element_size is_contiguous __len__ __hash__"
-)
-"""Functions that the tensor's own metadata answers, without its values."""
 
 _VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
