@@ -16,6 +16,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from operator import attrgetter
 
@@ -188,19 +189,14 @@ class _SizeNodes:
         """Return the node that computes a number; a number without sizes itself."""
         key = tuple(sorted(number.terms.items()))
         if key not in self._made:
-            total: fx.Node | int = number.terms.get((), 0)
-            for product, factor in number.terms.items():
-                if product:
-                    term = self._times(factor, product)
-                    total = term if total == 0 else self._add(operator.add, term, total)
+            total: fx.Node | int = 0
+            for product, factor in key:
+                term: fx.Node | int = factor
+                for i in product:
+                    term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
+                total = term if total == 0 else self._add(operator.add, term, total)
             self._made[key] = total
         return self._made[key]
-
-    def _times(self, factor: int, product: tuple[int, ...]) -> fx.Node | int:
-        term: fx.Node | int = factor
-        for i in product:
-            term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
-        return term
 
     def _add(self, function: Callable[..., object], *arguments: Argument) -> fx.Node:
         """Insert one more node, after the others."""
@@ -209,17 +205,11 @@ class _SizeNodes:
         return self._last
 
 
+@dataclass(frozen=True)
 class _Reference:
     """A node of a graph, by its index."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference) and other.index == self.index
-
-    def __hash__(self) -> int:
-        return hash(self.index)
+    index: int
 
 
 def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
