@@ -262,21 +262,20 @@ class RowLayout:
 
     def chunk_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
         """Return a chunk's part of a full tensor: a view, or a copy where there are several runs."""
-        start, stop = self.window(span)
-        if self.runs == 1:
-            return full.narrow(self.dim, start, stop - start)
-        runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
-        part: Tensor = runs.flatten(self.dim, self.dim + 1)
-        return part
+        return self._runs_of(full, span).flatten(self.dim, self.dim + (self.runs > 1))
 
     def write_chunk(self, full: Tensor, span: tuple[int, int], part: Tensor) -> None:
         """Write a chunk's part into the full tensor."""
+        into = self._runs_of(full, span)
+        into.copy_(part.reshape(into.shape))
+
+    def _runs_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
+        """Return a view of a chunk's part of a full tensor, where there are several runs with a dim for them."""
         start, stop = self.window(span)
         if self.runs == 1:
-            full.narrow(self.dim, start, stop - start).copy_(part)
-        elif stop > start:
-            runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
-            runs.copy_(part.unflatten(self.dim, (self.runs, stop - start)))
+            return full.narrow(self.dim, start, stop - start)
+        runs: Tensor = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
+        return runs
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> RowLayout | None:
         """Return the layout after a reshape from `old` to `new` sizes; None where no dim holds the whole axis.
