@@ -31,7 +31,9 @@ def reduction(call: ChunkedCall) -> PyTree:
         return merge(call, value, listed(call.get("dim"), value.ndim))
     if monoid is None:
         raise call.unchunkable("it reduces over the rows")
-    return _summed(call, value) if monoid is SUM else _stacked(call, value, monoid.combine, 0)
+    if monoid is SUM:
+        return call.emit([Combine.SUM], value.row_layout.axis, lambda v: v)
+    return _stacked(call, value, monoid.combine, 0)
 
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
@@ -59,12 +61,6 @@ def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _summed(call: ChunkedCall, value: LazyValue) -> LazyValue:
-    """Record the sum of each chunk's result."""
-    part: LazyValue = call.emit([Combine.SUM], value.row_layout.axis, lambda v: v)
-    return part
-
-
 def _stacked(call: ChunkedCall, value: LazyValue, merge: Callable[..., Tensor], *options: int) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
     meta = call.infer()
@@ -83,15 +79,10 @@ def _norm(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
     wide = arithmetic_dtype(dtype)
     if wide != dtype:
-        wider = ChunkedCall(
-            aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide}
-        )
+        keepdim = call.get("keepdim", False)
+        wider = ChunkedCall(aten.linalg_vector_norm.default, (value, order, dims, keepdim), {"dtype": wide})
         return cast(_stacked(wider, value, merge), dtype)
     return _stacked(call, value, merge)
-
-
-def _keepdim(call: ChunkedCall) -> bool:
-    return bool(call.get("keepdim", False))
 
 
 class _ExtremeContext(FunctionCtx):
@@ -119,8 +110,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
-    keepdim = _keepdim(call)
-    meta = call.infer()
+    meta, keepdim = call.infer(), call.get("keepdim", False)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         best = x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
@@ -164,6 +154,10 @@ def _extreme_and_position(call: ChunkedCall, value: LazyValue, dims: list[int], 
 
     best, positions = emit(merge, tuple(stacks), {}, tuple(metas), [None, None], None)
     return positions if only_positions else (best, positions)
+
+
+def _max(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+    return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)
 
 
 def _variance(call: ChunkedCall, value: LazyValue, dims: list[int]) -> PyTree:
@@ -229,8 +223,8 @@ OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], 
     aten.norm: _norm,
     aten.amax: partial(_extreme, largest=True),
     aten.amin: partial(_extreme, largest=False),
-    aten.max: lambda call, value, dims: _max(call, value, dims, True),
-    aten.min: lambda call, value, dims: _max(call, value, dims, False),
+    aten.max: partial(_max, largest=True),
+    aten.min: partial(_max, largest=False),
     aten.argmax: partial(_extreme_and_position, largest=True),
     aten.argmin: partial(_extreme_and_position, largest=False),
     aten.var: _variance,
@@ -238,7 +232,3 @@ OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], 
     aten.var_mean: _variance,
     aten.std_mean: _variance,
 }
-
-
-def _max(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
-    return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)
