@@ -14,10 +14,11 @@ float32: summed in the gradient's memory, and never rounded.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
@@ -63,37 +64,28 @@ class _LossConfig(NamedTuple):
         target: Tensor,
         bias: Tensor | None,
         upstream: Tensor | None = None,
-        needs: tuple[bool, bool, bool] | None = None,
     ) -> LossAndGradients:
         """Compute the loss and the gradients that are needed, for an upstream gradient (None: one)."""
-        rows, columns, kept, accumulate = self.schedule
         return linear_cross_entropy(
             hidden,
             weight if weight.dtype is hidden.dtype else weight.to(hidden.dtype),
             target,
             bias,
             options=self.options,
-            needs=self.needs if needs is None else needs,
-            rows=rows,
-            columns=columns,
-            kept=kept,
-            accumulate=accumulate,
+            needs=self.needs,
+            **self.schedule._asdict(),
             upstream=upstream,
-            weight_grad_dtype=weight.dtype if accumulate == "exact" else hidden.dtype,
+            weight_grad_dtype=weight.dtype if self.schedule.accumulate == "exact" else hidden.dtype,
             shard=self.shard,
         )
 
 
-class _LinearLossContext(Protocol):
-    """The methods of an autograd context that are used here, and the state that forward keeps for backward."""
+class _LinearLossContext(FunctionCtx):
+    """The state that forward keeps for backward."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
     config: _LossConfig
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] | None
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -112,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         # The weights of the classes, so that a write to them is seen.
-        ctx.save_for_backward(hidden, weight, target, bias, config.options.class_weight)
+        ctx.save_for_backward(hidden, weight, target, bias, config.options.class_weight)  # type: ignore[arg-type]  # or None
         ctx.config = config
         ctx.gradients = None if is_deferred else computed[1:]
         return computed.loss
@@ -180,7 +172,8 @@ def differentiable_cross_entropy(
     needs = grad and hidden.requires_grad, grad and weight.requires_grad, needs_bias
     config = _LossConfig(options, schedule, needs, shard)
     is_deferred = options.reduction == "none" or hidden.dtype is torch.float16
-    computed = config.compute(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
+    now = config._replace(needs=(False,) * 3) if is_deferred else config
+    computed = now.compute(hidden, weight, target, bias)
     if not any(config.needs):
         return computed.loss
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
