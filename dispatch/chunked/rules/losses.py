@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known_tensor, replicated
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
@@ -47,7 +44,6 @@ def nll_loss(call: ChunkedCall) -> PyTree:
         [rows, None],
         layout.axis,
         lambda v: v if v is log_probs else sliced(v, rows) if v is target else replicated(v),
-        op=_plain_function(call.op),
         metas=metas,
     )
     if reduction == NONE:
@@ -82,16 +78,6 @@ def _nll_of_chunked_classes(call: ChunkedCall, reduction: int) -> PyTree:
     summed = record(aten.sum.default, cast(losses, arithmetic_dtype(dtype)))
     out = record(aten.div.Tensor, summed, weights) if reduction == MEAN else summed
     return cast(out, dtype), cast(weights, dtype)
-
-
-def _plain_function(op: OpOverload) -> Callable[..., PyTree]:
-    """Return a function that calls the op, with its name."""
-
-    def losses(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return op(*args, **kwargs)
-
-    losses.__name__ = str(op).removeprefix("aten.")
-    return losses
 
 
 def _total_weight(
