@@ -21,7 +21,6 @@ from subtensors.kernels.cross_entropy.row_sums import (
     LogitStatistics,
     RowSums,
     StatisticsOptions,
-    Upstream,
     check_classes,
 )
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
@@ -61,7 +60,7 @@ class _RowStatistics(torch.autograd.Function):
             return (None,) * 3
         logits, *_ = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        ctx.sums.write_gradient(Block(logits), ctx.sums.factors(Upstream(*upstream)), gradient)  # type: ignore[arg-type]
+        ctx.sums.write_gradient(Block(logits), ctx.sums.factors(upstream), gradient)
         return gradient, _scale_grad(ctx, 1), None
 
 
@@ -96,7 +95,7 @@ class _LinearRowStatistics(torch.autograd.Function):
             return (None,) * 8
         hidden, weight, bias, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
         linear = _linear(ctx, hidden, weight, bias)
-        sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
+        sums, factors = ctx.sums, ctx.sums.factors(upstream)
         gradients = ctx.passes.gradients(linear, lambda block, into: sums.write_gradient(block, factors, into))
         grad_hidden, grad_weight, grad_bias = gradients
         return (
