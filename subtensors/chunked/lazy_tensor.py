@@ -50,14 +50,7 @@ class AliasRef(Holder):
         self.base_writes = self.writes = 0
 
     def make_view_of(self, base: AliasRef, op: OpOverload, args: Args, kwargs: Kwargs, index: int) -> AliasRef:
-        """Make this a view of a base, and return it.
-
-        Args:
-            base: the reference that it is a view of.
-            op: the op that took the view.
-            args, kwargs: its arguments after the base.
-            index: the index of the view among the results of the op.
-        """
+        """Make this the view of a base that result `index` of an op on it and further arguments is; return it."""
         self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
         return self
 
@@ -269,31 +262,30 @@ def graph_node(x: LazyTensor) -> torch.autograd.graph.Node | None:
 
 def inner_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     """Return a tensor of the reference for the ops beneath autograd: it does not require grad."""
-    return _wrapper(kind, ref, False)
+    return _wrapper(kind, ref, None)
 
 
 def user_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     """Return a tensor of the reference for the user: it requires grad where the value does."""
     if type(ref) is AliasRef and ref._value.node is not None and ref.pending() is not None:
         hold(ref, ref._value)
-    return _wrapper(kind, ref, ref.needs_grad)
+    return _wrapper(kind, ref, GRADIENT_HOOKS if ref.needs_grad else None)
 
 
 def number_tensor(kind: type[LazyTensor], ref: AliasRef, hook: Hook | None) -> LazyTensor:
     """Return a tensor of the reference to a number; it requires grad where `hook` is to be called with its gradient."""
-    return _wrapper(kind, ref, hook is not None, None if hook is None else OrderedDict({0: hook}))
+    return _wrapper(kind, ref, None if hook is None else OrderedDict({0: hook}))
 
 
-def _wrapper(
-    kind: type[LazyTensor], ref: AliasRef, needs_grad: bool, hooks: OrderedDict[int, Hook] | None = None
-) -> LazyTensor:
+def _wrapper(kind: type[LazyTensor], ref: AliasRef, hooks: OrderedDict[int, Hook] | None) -> LazyTensor:
+    """Return a tensor of the reference, which requires grad where there are hooks for its gradient."""
     sizes, strides, dtype, device = ref.metadata()
     with torch._C.DisableTorchFunctionSubclass():
         out: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
-            kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
+            kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=hooks is not None
         )
-        if needs_grad:
-            set_leaf_hooks(out, GRADIENT_HOOKS if hooks is None else hooks)
+        if hooks is not None:
+            set_leaf_hooks(out, hooks)
     out._ref = ref
     return out
 
