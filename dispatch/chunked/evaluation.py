@@ -27,9 +27,6 @@ from subtensors.dispatch.ops.tree import tree_map, tree_tensors
 def evaluate(value: LazyValue) -> Tensor:
     """Compute the tensor of a value, differentiable as its ops were recorded.
 
-    Args:
-        value: any value of a region.
-
     Returns:
         a plain tensor, which requires grad where the value does and gradients are enabled.
 

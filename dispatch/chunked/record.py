@@ -108,12 +108,7 @@ def _infer(op: OpOverload, spec: PyTreeSpec, flat: Sequence[PyTree]) -> PyTree:
 
 
 class ChunkedCall(BoundCall[LazyValue]):
-    """One call of an op on values, at least one of them chunked, with its arguments by name.
-
-    Args:
-        op: the overload.
-        args, kwargs: its arguments, values in place of tensors.
-    """
+    """One call of an op on values, at least one of them chunked, with its arguments by name."""
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
         super().__init__(op, args, kwargs, LazyValue)

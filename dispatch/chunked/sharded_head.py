@@ -86,12 +86,7 @@ def _recorded(op: _FromShards) -> LazyValue:
 
 
 def gathered(x: DTensor, grad: bool) -> LazyValue:
-    """Record the gather of a DTensor.
-
-    Args:
-        x: of any placements.
-        grad: whether it is differentiable.
-    """
+    """Record the gather of a DTensor of any placements."""
     is_divided = [any(placement.is_shard(dim) for placement in x.placements) for dim in range(x.ndim)]
     if is_divided == [False, True]:  # a transposed head, perhaps
         rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are

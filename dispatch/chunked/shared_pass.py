@@ -179,8 +179,7 @@ def has_gradients(value: LazyValue) -> bool:
 def evaluate_rows(value: LazyValue) -> Tensor:
     """Compute a chunked value, and in the same passes what is held beside it.
 
-    Args:
-        value: a chunked value. Where such a pass has computed it, its tensor is handed out, once.
+    Where such a pass has computed it, its tensor is handed out, once.
     """
     if value.node is not None and value.tensor is not None:
         tensor, value.tensor = value.tensor, None

@@ -305,13 +305,7 @@ def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
 
 
 def chunked(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = None) -> ChunkedTensor:
-    """Return a tensor, chunked along a dim by a policy.
-
-    Args:
-        x: the tensor.
-        dim: the dim.
-        policy: how its rows are divided.
-        is_valid: of each row, whether it is more than padding; None: all may be.
+    """Return a tensor, chunked along a dim by a policy; `is_valid` tells rows from padding, see `ChunkAxis`.
 
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.

@@ -128,11 +128,7 @@ class NumberRef(AliasRef):
 
 
 class DetachedRef(AliasRef):
-    """A reference to a number without its gradient, in the memory of the number.
-
-    Args:
-        number: the reference to the number.
-    """
+    """A reference to a number without its gradient, in the memory of the number."""
 
     __slots__ = ("number",)
 
