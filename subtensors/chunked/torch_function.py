@@ -122,8 +122,8 @@ def handle_torch_function(
         if "not allocated" not in str(error) and "data pointer" not in str(error):
             raise
         missing = NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory")
-    for set_state, state in states:  # ops that were recorded before may have drawn random numbers
-        set_state(state)
+    for generator, state in states:  # ops that were recorded before may have drawn random numbers
+        generator.set_state(state)
     result = call_materialized(func, args, kwargs)
     log_fallback(missing)  # not in front of an error of the program's own
     return result
@@ -363,16 +363,12 @@ def _add_backward_hook(x: LazyTensor, hook: Callable[[Tensor], Tensor]) -> None:
         layout.axis.add_backward_hook(hook)
 
 
-def _methods(names: str) -> set[object]:
-    return {getattr(Tensor, name) for name in names.split()}
-
-
 _VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
-_READS_MEMORY = {torch.autograd.backward, torch.autograd.grad} | _methods(
-    """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__ __iter__
-    __contains__"""
-)
+_MEMORY_METHODS = """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__
+__iter__ __contains__"""
+
+_READS_MEMORY = {torch.autograd.backward, torch.autograd.grad, *(getattr(Tensor, x) for x in _MEMORY_METHODS.split())}
 """Functions that need the memory or the numbers."""
 
 _OTHERS_GRADIENT = "its gradient goes to the tensor that was chunked; call it on that, or on realize()"
