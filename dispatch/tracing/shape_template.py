@@ -37,6 +37,7 @@ class NoTemplate(Exception):
     """The graphs of a program at several sizes have no common template; the message names a difference."""
 
 
+@dataclass(frozen=True, eq=False)
 class Number:
     """An integer as a polynomial of sizes, linear in each.
 
@@ -49,8 +50,7 @@ class Number:
         21
     """
 
-    def __init__(self, terms: dict[tuple[int, ...], int]) -> None:
-        self.terms = terms
+    terms: dict[tuple[int, ...], int]
 
     @staticmethod
     def through(points: Sequence[Sizes], values: Sequence[int]) -> Number:
@@ -140,7 +140,7 @@ class ShapeTemplate:
         if len({len(nodes) for nodes in traces}) > 1:
             raise NoTemplate(f"the graphs have {[len(nodes) for nodes in traces]} nodes")
         first = graphs[0]
-        order = [{node: i for i, node in enumerate(nodes)} for nodes in traces]
+        order = [{node: _Reference(i) for i, node in enumerate(nodes)} for nodes in traces]
         numbers = _SizeNodes(first.graph, [node for node in traces[0] if node.op == "placeholder"], places)
 
         def restore(x: PyTree) -> PyTree:
@@ -160,7 +160,7 @@ class ShapeTemplate:
                     raise NoTemplate(f"a constant of shape {list(constants[0].shape)} differs between sizes")
                 continue
             arguments = [
-                pytree.tree_map_only(fx.Node, _reference_by(at), (node.args, node.kwargs))
+                pytree.tree_map_only(fx.Node, at.__getitem__, (node.args, node.kwargs))
                 for node, at in zip(nodes, order, strict=True)
             ]
             merged = self._merge(arguments, where)
@@ -171,13 +171,7 @@ class ShapeTemplate:
 
 
 class _SizeNodes:
-    """The nodes of a graph that compute numbers from the sizes of its inputs, each once.
-
-    Args:
-        graph: the graph; the nodes are inserted after its inputs.
-        inputs: the nodes of its inputs.
-        places: the source of each size.
-    """
+    """The nodes of a graph that compute numbers from the sizes of its inputs, each once; they follow the inputs."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node], places: Sequence[Place]) -> None:
         self._graph = graph
@@ -210,10 +204,6 @@ class _Reference:
     """A node of a graph, by its index."""
 
     index: int
-
-
-def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
-    return lambda node: _Reference(order[node])
 
 
 def points_needed(sizes: int) -> int:
