@@ -107,9 +107,10 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         sign = 1 if op is aten.add.Tensor else -1
         return _sum_form(first, args[1], sign * float(node.kwargs.get("alpha", 1)), depth - 1)
     if op in SCALINGS and isinstance(args[1], (int, float)):
-        inner = row_form(first, depth - 1)
-        factor = _factor(SCALINGS[op], float(args[1]))
-        return None if inner is None or factor is None else inner.scaled(factor)
+        inner, number, is_quotient = row_form(first, depth - 1), float(args[1]), SCALINGS[op] == "div"
+        if inner is None or (is_quotient and not number):
+            return None
+        return inner.scaled(1 / number if is_quotient else number)
     if op is aten.mul.Tensor and isinstance(args[1], LazyValue):
         return _product_form(first, args[1], depth)
     inner = row_form(first, depth - 1)
@@ -135,13 +136,6 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
 
 
 _SOFTMAX = {aten._softmax.default: True, aten._log_softmax.default: False}
-
-
-def _factor(kind: str, number: float) -> float | None:
-    """Return the factor that a product with a number or a quotient has; None for a division by zero."""
-    if kind == "mul":
-        return number
-    return 1 / number if number else None
 
 
 _COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default)

@@ -36,10 +36,6 @@ def cross_entropy(logits: Tensor, target: Tensor, class_weight: Tensor | None, o
     return row_cross_entropy(logits, target, replace(options, class_weight=class_weight))
 
 
-ROW_OPS = frozenset({cross_entropy})
-"""Ops with kernels of their own, which torch.compile must not trace."""
-
-
 def log_softmax_input(scores: LazyValue) -> LazyValue:
     """Return the logits where scores are a log-softmax over the last dim; otherwise the scores."""
     node = scores.node
