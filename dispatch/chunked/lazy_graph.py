@@ -225,16 +225,16 @@ class LazyNode:
     Args:
         op: the function that is called.
         args, kwargs: its arguments: values, slices of them, per-chunk arguments and constants.
-        axis: the axis along which it runs chunk by chunk; None for an op that runs once.
         grad: whether it is differentiated.
     """
 
     __slots__ = ("__weakref__", "_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
-    def __init__(
-        self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, axis: ChunkAxis | None, grad: bool
-    ) -> None:
-        self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
+    def __init__(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, grad: bool) -> None:
+        self.op, self.args, self.kwargs, self.grad = op, args, kwargs, grad
+        layouts = [x.layout for x in tree_leaves((args, kwargs)) if isinstance(x, (LazyValue, RowSlice))]
+        self.axis: ChunkAxis | None = next((layout.axis for layout in layouts if layout is not None), None)
+        """The axis along which it runs chunk by chunk; None for an op that runs once, on replicated operands."""
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
         # A value refers to its node. If the node did to the value, all that either reads would live until the garbage
         # collector runs.
@@ -356,8 +356,7 @@ def emit(
     args: Args,
     kwargs: Kwargs,
     metas: PyTree,
-    layouts: Sequence[RowLayout | Combine | None],
-    axis: ChunkAxis | None,
+    layouts: Sequence[RowLayout | Combine | None] = (),
     grad: bool | None = None,
 ) -> PyTree:
     """Record an op.
@@ -366,13 +365,13 @@ def emit(
         op: the function called for each chunk (or once, for replicated operands).
         args, kwargs: arguments of that call.
         metas: the results of the full call as meta tensors, in their pytree.
-        layouts: for each tensor among the results, the layout of its rows, or how its parts are combined.
-        axis: the rows that are divided into chunks; None for replicated operands.
+        layouts: for each tensor among the results, the layout of its rows, or how its parts are combined; none of
+            replicated operands.
         grad: whether it is differentiable, if its operands require grad; None: as `recording` says.
 
     Returns: the pytree of the results, with values in place of tensors.
     """
-    node = LazyNode(op, args, kwargs, axis, grad=False)
+    node = LazyNode(op, args, kwargs, grad=False)
     operands = node.operands()
     recorded = is_differentiated() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
@@ -417,9 +416,9 @@ def replicated(value: LazyValue) -> LazyValue:
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
         operands = replicated(node.args[0]), *rest
-        out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
+        out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, grad=node.grad)
         return out
-    full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+    full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], grad=True)
     full.part_layout = layout
     return full
 
@@ -436,7 +435,7 @@ def is_input(value: LazyValue) -> bool:
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Return a replicated value, chunked by a layout."""
-    out: LazyValue = emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
+    out: LazyValue = emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], grad=True)
     return out
 
 

@@ -179,7 +179,7 @@ def record_maps(maps: Sequence[LogitMap], logits: LazyValue, dtype: torch.dtype)
     operands = [replicated(x) if isinstance(x, LazyValue) else x for m in offsets for x in (m.value, m.mask)]
     options = [(m.divisor, m.keeps) for m in offsets]
     args = logits.shape[-1], dtype, options, *operands
-    return [factor, *emit(class_offsets, args, {}, metas, [None, None], None)]
+    return [factor, *emit(class_offsets, args, {}, metas)]
 
 
 def class_offsets(

@@ -100,8 +100,8 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     whole.__name__ = "linear_row_statistics"
     # A result that was freed is computed, too: the op on chunks does so.
     metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]
-    values = emit(whole, (hidden, weight, bias, *operands), {}, metas, [None] * len(metas), None, grad=node.grad)
+    values = emit(whole, (hidden, weight, bias, *operands), {}, metas, grad=node.grad)
     for result, value in zip(node.outputs, values, strict=True):
         if result is not None and result.layout is not None:
-            result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, layout.axis, node.grad)
+            result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, node.grad)
             result.node.add_output(result)

@@ -26,7 +26,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     is_differentiated,
     replicated,
 )
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
@@ -52,8 +52,7 @@ def record(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PyTree:
     args, kwargs = tree_map((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
     call = ChunkedCall(op, args, kwargs)
     if not call.chunked and op_class(op) is not OpClass.RANDOM:
-        metas = infer(op, args, kwargs)
-        return emit(op, args, kwargs, metas, [None] * len(tree_tensors(metas)), None)
+        return emit(op, args, kwargs, infer(op, args, kwargs))
     try:
         rule = RULES.lookup(op)
     except RuleError as error:
@@ -144,8 +143,7 @@ class ChunkedCall(BoundCall[LazyValue]):
     def emit(
         self,
         layouts: Sequence[RowLayout | Combine | None],
-        axis: ChunkAxis,
-        to_operand: Callable[[LazyValue], PyTree],
+        to_operand: Callable[[LazyValue], PyTree] = lambda value: value,
         op: Callable[..., PyTree] | None = None,
         metas: PyTree = None,
     ) -> PyTree:
@@ -153,14 +151,13 @@ class ChunkedCall(BoundCall[LazyValue]):
 
         Args:
             layouts: the layouts of the results, or how their parts are combined.
-            axis: the rows that are divided into chunks.
             to_operand: returns for each value the operand of a chunk.
             op: the function called for each chunk; None: the overload.
             metas: the results of the full call as meta tensors; None: inferred.
         """
         metas = self.infer() if metas is None else metas
         args, kwargs = self.with_values(to_operand)
-        return emit(op or self.op, args, kwargs, metas, layouts, axis)
+        return emit(op or self.op, args, kwargs, metas, layouts)
 
 
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
@@ -187,7 +184,7 @@ def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
     args, kwargs = tree_map(
         (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
     )
-    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], node.grad)
     return out
 
 
@@ -232,6 +229,5 @@ def with_gradient_of(old: LazyValue, new: LazyValue) -> LazyValue:
         return new
     layout = old.layout
     operand = replicated(new) if layout is None else sliced(new, layout)
-    axis = None if layout is None else layout.axis
-    out: LazyValue = emit(overwritten, (old, operand), {}, old.meta, [layout], axis, grad=True)
+    out: LazyValue = emit(overwritten, (old, operand), {}, old.meta, [layout], grad=True)
     return out

@@ -86,7 +86,7 @@ def record_cross_entropy(
         meta = torch.empty(logits.shape[0], dtype=wide, device="meta")
         row_options = transforms.applied_to(replace(options, class_weight=None, reduction="none"))
         operands = rows, sliced(target, layout), weight, row_options
-        losses = emit(cross_entropy, operands, {}, meta, [layout], layout.axis)
+        losses = emit(cross_entropy, operands, {}, meta, [layout])
         return _reduced(losses, target, weight, options, dtype, wide)
 
 

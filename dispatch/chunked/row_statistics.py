@@ -155,7 +155,7 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
         with recording(logits.needs_grad):
             maps = record_maps(transforms.maps, logits, arithmetic_dtype(rows.dtype))
         op = StatisticsOp(transforms.softcap, transforms.temperature, scales_offsets(transforms.maps))
-        node = LazyNode(op, (rows, *maps), {}, layout.axis, grad)
+        node = LazyNode(op, (rows, *maps), {}, grad)
         _recorded.setdefault(transforms.base, []).append(((transforms.key, grad), weakref.ref(node)))
     assert isinstance(node.op, StatisticsOp)
     node.op.statistics.append(Statistic(kind, count, len(node.args) - 1 if operands else -1))

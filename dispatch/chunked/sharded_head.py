@@ -79,7 +79,7 @@ class _FromShards:
 
 def _recorded(op: _FromShards) -> LazyValue:
     like = meta_like(op.local.like if op.is_own else op.x)
-    node = LazyNode(op, (), {}, None, op.grad)
+    node = LazyNode(op, (), {}, op.grad)
     value = LazyValue(like, op.x.device, None, node, op.grad)
     node.add_output(value)
     return value
@@ -90,7 +90,7 @@ def gathered(x: DTensor, grad: bool) -> LazyValue:
     is_divided = [any(placement.is_shard(dim) for placement in x.placements) for dim in range(x.ndim)]
     if is_divided == [False, True]:  # a transposed head, perhaps
         rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are
-        out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), [None], None, grad)
+        out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), grad=grad)
         return out
     return _recorded(_FromShards(x, grad))
 

@@ -286,7 +286,7 @@ def _record(number: LazyValue) -> bool:
         with contextlib.suppress(RuleError):  # of a tensor that was written to, raised where this number is computed
             value = number.waiting.shared()
         if value is not None:
-            node = LazyNode(aten.alias.default, (value,), {}, None, grad=True)
+            node = LazyNode(aten.alias.default, (value,), {}, grad=True)
             node.add_output(number)
             number.node = node
     return number.node is not None

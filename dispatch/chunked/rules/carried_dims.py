@@ -83,9 +83,8 @@ def carry(call: ChunkedCall) -> PyTree:
         if meta.shape[dim] != layout.dim_size:
             raise call.unchunkable("its result is larger than its operands along the chunked dim")
         outs.append(layout.with_dim(dim))
-    operands = rows.operand
     if found.sizes:
         (out,) = outs
         sizes = [chunk_dim_size(out) if d == out.dim else size for d, size in enumerate(metas.shape)]
         call.replace(found.sizes, sizes)
-    return call.emit(outs, layout.axis, operands, metas=metas)
+    return call.emit(outs, rows.operand, metas=metas)

@@ -58,7 +58,7 @@ def product(call: ChunkedCall) -> PyTree:
     if call.op in PLAIN_PRODUCTS:
         added, *factors = call.values
         return record(aten.add.Tensor, record(PLAIN_PRODUCTS[call.op], *factors), added)
-    return call.emit([Combine.SUM], rows.layout.axis, rows.operand)
+    return call.emit([Combine.SUM], rows.operand)
 
 
 def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, grad: bool) -> LazyValue:
@@ -74,11 +74,11 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
         (N, V), chunked along N.
     """
     layout = rows.row_layout
-    transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
+    transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), grad=grad)
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, transposed) if bias is None else (bias, rows, transposed)
     op = aten.mm.default if bias is None else aten.addmm.default
-    return _once(op, factors, grad, lambda: emit(op, factors, {}, meta, [layout], layout.axis, grad))
+    return _once(op, factors, grad, lambda: emit(op, factors, {}, meta, [layout], grad))
 
 
 _products: weakref.WeakValueDictionary[Hashable, LazyValue] = weakref.WeakValueDictionary()

@@ -42,7 +42,6 @@ def nll_loss(call: ChunkedCall) -> PyTree:
     rows = layout.with_dim(max(layout.dim - 1, 0))
     losses, nothing = call.emit(
         [rows, None],
-        layout.axis,
         lambda v: v if v is log_probs else sliced(v, rows) if v is target else replicated(v),
         metas=metas,
     )
@@ -99,5 +98,5 @@ def _total_weight(
             return constant(summed(tensor, weights))
     meta = torch.empty((), dtype=dtype, device="meta")
     operands = replicated(target), weight if weight is None else replicated(weight)
-    total: LazyValue = emit(summed, operands, {}, meta, [None], None)
+    total: LazyValue = emit(summed, operands, {}, meta)
     return total

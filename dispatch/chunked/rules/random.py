@@ -95,7 +95,7 @@ def _draw_by_seed(
         return _concatenate(parts, chunk)
 
     args, kwargs = call.with_values(to_operand)
-    return emit(draw, (PerChunk(lambda span: span), *args), kwargs, metas, layouts, axis)
+    return emit(draw, (PerChunk(lambda span: span), *args), kwargs, metas, layouts)
 
 
 def _rows_within(meta: Tensor, rows: int, limit: int | None) -> int:

@@ -32,16 +32,14 @@ def reduction(call: ChunkedCall) -> PyTree:
     if monoid is None:
         raise call.unchunkable("it reduces over the rows")
     if monoid is SUM:
-        return call.emit([Combine.SUM], value.row_layout.axis, lambda v: v)
+        return call.emit([Combine.SUM])
     return _stacked(call, value, monoid.combine, 0)
 
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
     """Record the sum over dims that hold the rows, accumulated in float32 or wider."""
-    layout = value.row_layout
     call = ChunkedCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
-    summed = call.emit([Combine.SUM], layout.axis, lambda v: v)
-    return cast(summed, dtype)
+    return cast(call.emit([Combine.SUM]), dtype)
 
 
 def cast(value: LazyValue, dtype: torch.dtype) -> LazyValue:
@@ -64,8 +62,8 @@ def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
 def _stacked(call: ChunkedCall, value: LazyValue, merge: Callable[..., Tensor], *options: int) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
     meta = call.infer()
-    parts = call.emit([Combine.STACK], value.row_layout.axis, lambda v: v, metas=meta)
-    merged: LazyValue = emit(merge, (parts, *options), {}, meta, [None], None)
+    parts = call.emit([Combine.STACK], metas=meta)
+    merged: LazyValue = emit(merge, (parts, *options), {}, meta)
     return merged
 
 
@@ -118,7 +116,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
         return (best if keepdim else best.squeeze(dims)), ties
 
     metas = (meta, torch.empty(meta.shape, dtype=torch.int64, device="meta"))
-    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK], value.row_layout.axis)
+    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK])
 
     def merge(stack: Tensor, ties: Tensor) -> Tensor:
         if not stack.dtype.is_floating_point:
@@ -126,7 +124,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
         out: Tensor = _Extreme.apply(stack, ties, largest)  # type: ignore[no-untyped-call]
         return out
 
-    merged: LazyValue = emit(merge, (best, ties), {}, meta, [None], None)
+    merged: LazyValue = emit(merge, (best, ties), {}, meta)
     return merged
 
 
@@ -146,13 +144,13 @@ def _extreme_and_position(call: ChunkedCall, value: LazyValue, dims: list[int], 
         return best.values, best.indices + start
 
     start = PerChunk(lambda span: layout.window(span)[0])
-    stacks = emit(parts, (value, start), {}, tuple(metas), [Combine.STACK, Combine.STACK], layout.axis)
+    stacks = emit(parts, (value, start), {}, tuple(metas), [Combine.STACK, Combine.STACK])
 
     def merge(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         which = (values.argmax(0) if largest else values.argmin(0))[None]
         return values.gather(0, which)[0], indices.gather(0, which)[0]
 
-    best, positions = emit(merge, tuple(stacks), {}, tuple(metas), [None, None], None)
+    best, positions = emit(merge, tuple(stacks), {}, tuple(metas))
     return positions if only_positions else (best, positions)
 
 
@@ -209,7 +207,7 @@ def group_norm(call: ChunkedCall) -> PyTree:
         raise call.unchunkable("it normalises the rows, or they are not its input's")
     metas = call.infer()
     call.replace("N", chunk_dim_size(layout))
-    return call.emit([layout] * 3, layout.axis, lambda v: v if v is value else replicated(v), metas=metas)
+    return call.emit([layout] * 3, lambda v: v if v is value else replicated(v), metas=metas)
 
 
 # Sums are accumulated in a wider dtype; the gradient of an extreme is divided among its ties; the rest has no monoid.
