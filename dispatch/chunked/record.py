@@ -161,7 +161,9 @@ class ChunkedCall(BoundCall[LazyValue]):
 
 
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
-    """Return the value as an operand that each chunk reads its own part of, chunked by `layout`."""
+    """Return an operand that each chunk reads its own part of, chunked by `layout`, or all where it broadcasts."""
+    if value.shape[layout.dim] == 1 != layout.dim_size:
+        return replicated(value)
     own = value.layout
     if own is not None and own.aligns_with(layout):
         layout.axis.merge(own.axis)
@@ -191,9 +193,7 @@ def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
 def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | RowSlice:
     """Return an operand of a broadcasting op whose result of `ndim` dims is chunked by `layout`."""
     dim = layout.dim - (ndim - value.ndim)
-    if dim < 0 or (value.shape[dim] == 1 and layout.dim_size != 1):
-        return replicated(value)
-    return sliced(value, layout.with_dim(dim))
+    return replicated(value) if dim < 0 else sliced(value, layout.with_dim(dim))
 
 
 def chunk_dim_size(layout: RowLayout) -> PerChunk:
@@ -218,12 +218,7 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 
 
 def with_gradient_of(old: LazyValue, new: LazyValue) -> LazyValue:
-    """Return a value that was written over another one, with that one's gradient if the write was under `no_grad`.
-
-    Args:
-        old: the value before.
-        new: of the same sizes and dtype, without a gradient.
-    """
+    """Return a value that was written over another one, with that one's gradient if the write was under `no_grad`."""
     is_detached = new.node is not None and new.node.op is torch.ops.aten.detach.default
     if is_detached or is_differentiated() or not old.needs_grad:
         return new

@@ -35,10 +35,7 @@ class Rows:
         labels = self.labels[id(value)]
         if self.label not in labels:
             return replicated(value)
-        dim = labels.index(self.label)
-        if value.shape[dim] == 1 and self.layout.dim_size != 1:
-            return replicated(value)
-        return sliced(value, self.layout.with_dim(dim))
+        return sliced(value, self.layout.with_dim(labels.index(self.label)))
 
 
 def rows_of(call: ChunkedCall, found: DimMap) -> Rows:
