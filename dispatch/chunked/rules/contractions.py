@@ -32,20 +32,15 @@ PLAIN_PRODUCTS: dict[OpOverload, OpOverload] = {
 }
 
 
-@RULES.register(*PLAIN_PRODUCTS)
-def with_added(call: ChunkedCall, beta: float, alpha: float) -> PyTree:
-    """Record beta * added + alpha * product; scaled ones in ops that are chunked one by one."""
+@RULES.register(aten.mm.default, *PLAIN_PRODUCTS)
+def matrix_product(call: ChunkedCall) -> PyTree:
+    """Record a product, once for the same operands; a scaled one with an addend in ops that are chunked one by one."""
+    beta, alpha = call.get("beta", 1), call.get("alpha", 1)
     if (beta, alpha) == (1, 1):
         return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
     added, *factors = call.values
     scaled = record(aten.mul.Scalar, record(PLAIN_PRODUCTS[call.op], *factors), alpha)
     return scaled if beta == 0 else record(aten.add.Tensor, scaled, record(aten.mul.Scalar, added, beta))
-
-
-@RULES.register(aten.mm.default)
-def matrix_product(call: ChunkedCall) -> PyTree:
-    """Record a product, or return that of an earlier call with the same operands."""
-    return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
 
 
 @RULES.register(OpClass.CONTRACTION, across=True)
