@@ -32,15 +32,12 @@ MIN_RUN_LENGTH = 2
 def compiled_program(
     steps: Sequence[ScheduledStep], outputs: Collection[int], splits: Callable[[ScheduledStep], bool]
 ) -> list[ScheduledStep]:
-    """Return the program with its runs of ops compiled.
+    """Return the program with its runs of ops compiled, each as one step.
 
     Args:
         steps: the program.
         outputs: ids of the values that the program computes.
         splits: returns whether an op is not compiled.
-
-    Returns:
-        the steps, in order, a compiled run as one.
     """
     program: list[ScheduledStep] = []
     end = 0

@@ -72,11 +72,7 @@ TENSOR_FLOPS = {7: 1024, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
 
 @functools.cache
 def device_rates(device: torch.device) -> Rates:
-    """Return the rates of a GPU, from its properties; those of an H200 elsewhere, without a name on a CPU.
-
-    Args:
-        device: with its index.
-    """
+    """Return the rates of a GPU, from its properties; those of an H200 elsewhere, without a name on a CPU."""
     if device.type == "cpu":
         return CPU
     if device.type != "cuda" or torch.version.hip is not None:

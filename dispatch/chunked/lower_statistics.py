@@ -39,12 +39,7 @@ from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistic
 
 
 def lower_statistics(requested: Sequence[LazyValue], grad: bool) -> None:
-    """Lower the statistics that values depend on, where nothing else of them reads the linear layer of their logits.
-
-    Args:
-        requested: values that are about to be evaluated.
-        grad: whether their gradient is recorded.
-    """
+    """Lower the statistics that values depend on, where nothing else of them reads the linear layer of their logits."""
     nodes, read = _reachable(requested)
     matched = [(node, node.args[0], match_linear_logits(node.args[0])) for node in nodes]
     readers = Counter(found.transforms.base for _, _, found in matched if found is not None)

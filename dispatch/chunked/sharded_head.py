@@ -45,12 +45,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 class _FromShards:
-    """An op without operands: a DTensor's full values, or its own shard.
-
-    Args:
-        x: the DTensor.
-        grad: whether it is differentiable.
-    """
+    """An op without operands: a DTensor's full values, or its own shard."""
 
     is_own = False
     """True if it returns the shard."""
