@@ -402,8 +402,13 @@ CHUNK_INDEPENDENT_VIEWS = frozenset(
 """Views that are the same of a chunk and of the full value, except for the sizes of a reshape."""
 
 
-def replicated(value: LazyValue) -> LazyValue:
-    """Return a value that every chunk reads in full: a chunked value is concatenated, others are returned unchanged."""
+def replicated(value: LazyValue, through_casts: bool = False) -> LazyValue:
+    """Return a value that every chunk reads in full: a chunked value is concatenated, others are returned unchanged.
+
+    Args:
+        value: the value.
+        through_casts: whether a cast is one of the full operand, too, as of an input, which is in memory in full.
+    """
     layout = value.layout
     if layout is None:
         return value
@@ -412,25 +417,16 @@ def replicated(value: LazyValue) -> LazyValue:
         leaf.tensor, leaf.recorded = value.tensor, value.recorded
         return leaf
     node = value.node
-    if node is not None and (node.name in CHUNK_INDEPENDENT_VIEWS or is_input(value)):
+    is_cast = through_casts and node is not None and node.name == "_to_copy.default"
+    if node is not None and (is_cast or node.name in CHUNK_INDEPENDENT_VIEWS):
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
-        operands = replicated(node.args[0]), *rest
+        operands = replicated(node.args[0], through_casts), *rest
         out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, grad=node.grad)
         return out
     full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], grad=True)
     full.part_layout = layout
     return full
-
-
-_INPUT_OPS = ("reshape", "_to_copy.default", "alias.default")
-
-
-def is_input(value: LazyValue) -> bool:
-    """Return whether a value is a chunked input, or a reshape, a cast or an alias of one, as autocast makes it."""
-    while value.node is not None and value.tensor is None and value.node.name in _INPUT_OPS:
-        value = value.node.args[0]
-    return value.tensor is not None and value.layout is not None
 
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:

@@ -74,7 +74,7 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     op, layout = node.op, logits.row_layout
     assert isinstance(op, StatisticsOp)
     with recording(True):
-        hidden = found.rows_of(replicated(found.hidden), record)
+        hidden = found.rows_of(replicated(found.hidden, through_casts=True), record)
         weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested

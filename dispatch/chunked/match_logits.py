@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, is_differentiated, is_input, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, RowSlice, is_differentiated, recording
 from subtensors.dispatch.chunked.logit_maps import LogitMap, RowsT, View, can_follow, match_map, viewed
 from subtensors.dispatch.chunked.record import record
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
@@ -211,6 +211,16 @@ def match_linear_logits(logits: LazyValue, through_padding: bool = False, maps: 
     if bias is not None and (not isinstance(bias, LazyValue) or bias.layout is not None or bias.ndim != 1):
         return None
     return LinearLogits(hidden, weight, bias, transforms)
+
+
+_INPUT_OPS = ("reshape", "_to_copy.default", "alias.default")
+
+
+def is_input(value: LazyValue) -> bool:
+    """Return whether a value is a chunked input, or a reshape, a cast or an alias of one, as autocast makes it."""
+    while value.node is not None and value.tensor is None and value.node.name in _INPUT_OPS:
+        value = value.node.args[0]
+    return value.tensor is not None and value.layout is not None
 
 
 def carries_gradient(value: LazyValue, sources: Iterable[LazyValue]) -> bool:

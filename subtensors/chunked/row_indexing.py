@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, user_tensor
 from subtensors.dispatch.chunked.evaluation import evaluate
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_input, leaf_value, recording
-from subtensors.dispatch.chunked.match_logits import LinearLogits, match_linear_logits
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, recording, replicated
+from subtensors.dispatch.chunked.match_logits import LinearLogits, is_input, match_linear_logits
 from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.sharded_head import full_tensor
@@ -55,9 +55,9 @@ def _input_of(value: LazyValue) -> tuple[Tensor, LinearLogits | None] | None:
     """Return the input (..., H) that a value (..., H or V) is, or is a linear layer of, and the layer."""
     layer = None if is_input(value) else match_linear_logits(value)
     if layer is not None:
-        hidden = layer.rows_of(evaluate(layer.hidden), OpOverload.__call__)
+        hidden = layer.rows_of(evaluate(replicated(layer.hidden, through_casts=True)), OpOverload.__call__)
         return hidden.view(*value.shape[:-1], hidden.shape[-1]), layer
-    return (evaluate(value), None) if is_input(value) else None
+    return (evaluate(replicated(value, through_casts=True)), None) if is_input(value) else None
 
 
 def _of_other_rows(layer: LinearLogits | None, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
