@@ -97,9 +97,8 @@ def evaluate_number(requested: LazyValue, apart: Collection[LazyValue] = ()) -> 
             return evaluate_number(requested)
     numbers = _numbers(requested)
     held = [(who, value) for who, value in _held_beside(requested) if value not in apart]
-    is_shared = len(numbers) > 1 or any(_reads_more(value, numbers) for _, value in held)
     refused = list[LimitError]()
-    tensor = _compute_together(requested, numbers, held, refused) if is_shared else None
+    tensor = _compute_together(requested, numbers, held, refused) if _is_shared(numbers, held) else None
     if tensor is None:
         try:
             tensor = _compute_apart(requested, numbers)
@@ -163,8 +162,7 @@ def observe(number: LazyValue, may_be_differentiated: bool = False) -> Tensor:
 def _compute_observed(number: LazyValue, held: Held) -> Tensor:
     """Compute a number without gradients: by the pass that is best for it alone, if it shares none."""
     numbers = _numbers(number)
-    is_shared = len(numbers) > 1 or any(_reads_more(value, numbers) for _, value in held)
-    if (is_shared or any(part.needs_grad for part in numbers)) and all(map(_record, numbers)):
+    if (_is_shared(numbers, held) or any(part.needs_grad for part in numbers)) and all(map(_record, numbers)):
         with contextlib.suppress(ValueError, RuleError):  # a limit, or a tensor that another one reads
             return _evaluate_beside(number, held)
     with torch.set_grad_enabled(number.needs_grad):  # it may be read again, with its gradient
@@ -241,9 +239,9 @@ def _compute_together(
     return None
 
 
-def _reads_more(value: LazyValue, numbers: Sequence[LazyValue]) -> bool:
-    """Return whether a value takes a pass once some numbers are known."""
-    return value.layout is not None or not {*_numbers(value)} <= {*numbers}
+def _is_shared(numbers: Sequence[LazyValue], held: Held) -> bool:
+    """Return whether a pass is for several numbers, or for what takes a pass of its own once they are known."""
+    return len(numbers) > 1 or any(v.layout is not None or not {*_numbers(v)} <= {*numbers} for _, v in held)
 
 
 def _evaluate_beside(value: LazyValue, held: Held) -> Tensor:
