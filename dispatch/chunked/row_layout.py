@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,7 @@ BackwardHook = Callable[[Tensor], Tensor]
 """A gradient hook that runs before backward reaches chunked ops; it returns its gradient unchanged."""
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The limits on the size of a chunk: at most one of three. Without one, shapes and free memory decide.
 
     Args:
@@ -132,15 +132,18 @@ class ChunkAxis:
                 result.register_hook(hook)
         return result
 
-    def selection(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
+    def selection(self, selected: Tensor, dim: int, per_row: Fraction = Fraction(1)) -> ChunkAxis:
         """Return a new axis for rows selected from this one, with the same backward hooks.
 
         Args:
-            size: the number of selected rows.
-            elements: the number of elements of the tensor that holds them.
-            policy: how they are divided; None: as this axis is.
+            selected: the tensor that holds them.
+            dim: the dim of it that holds them.
+            per_row: how many rows of a chunk there are for one of this axis, before they are selected.
         """
-        axis = ChunkAxis(size, self.policy if policy is None else policy, elements)
+        policy = self.policy
+        if policy.rows is not None:
+            policy = policy._replace(rows=max(1, int(policy.rows * per_row)))
+        axis = ChunkAxis(selected.shape[dim], policy, selected.numel())
         axis._backward_hooks = list(self.root._backward_hooks)
         return axis
 

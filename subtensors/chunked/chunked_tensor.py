@@ -239,8 +239,7 @@ def chunk(
     """
     if torch.compiler.is_compiling():
         checked = policy(chunks, rows, memory_limit, accumulate, compile)
-        fields = (checked.chunks, checked.rows, checked.memory_limit, checked.exact, checked.compiled)
-        return TracedChunk(x, dim, *fields)  # type: ignore[return-value]  # in place of a chunked tensor
+        return TracedChunk(x, dim, *checked)  # type: ignore[return-value]  # in place of a chunked tensor
     divided = cached_policy(chunks, rows, memory_limit, accumulate, compile)
     if UNSETTLED:
         settle()

@@ -251,8 +251,7 @@ def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -
         if tensor.is_inference() or tensor._version != version:
             value = constant(tensor)
             if layout is not None:
-                axis = layout.axis.selection(tensor.shape[layout.dim], tensor.numel())
-                value = leaf_value(tensor, layout.dim, axis)
+                value = leaf_value(tensor, layout.dim, layout.axis.selection(tensor, layout.dim))
             try:
                 x._ref.write(value)
             except NeedsMaterialize as missing:
