@@ -28,7 +28,7 @@ _BILINEAR = frozenset({aten.mul, aten.mv, aten.dot, aten.mm})
 """Products of their first two arguments; only one may depend on the sums, since a product of two sums is not affine."""
 
 
-def affine_ops(value: LazyValue, sums: Collection[LazyValue]) -> set[LazyValue] | None:
+def affine_ops(value: LazyValue, sums: Collection[LazyValue]) -> list[LazyValue] | None:
     """Return the values between sums and a value that is a constant plus constant multiples of them.
 
     Args:
@@ -36,16 +36,17 @@ def affine_ops(value: LazyValue, sums: Collection[LazyValue]) -> set[LazyValue] 
         sums: partials that it may depend on.
 
     Returns:
-        those that depend on the sums, without the sums; None where it depends on none, or the ops don't show it.
+        those that depend on the sums, in order; None where it depends on none, or the ops don't show it.
     """
-    depending = {*sums}
+    depending, found = {*sums}, list[LazyValue]()
     for v in computation([value], lambda v: v.combine is not None):
         if v.node is None or v.combine is not None or depending.isdisjoint(v.node.operands()):
             continue
         if not v.needs_grad or not _is_affine_in(v.node, depending):
             return None
         depending.add(v)
-    return depending.difference(sums) if value in depending else None
+        found.append(v)
+    return found if value in depending else None
 
 
 def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:

@@ -139,12 +139,7 @@ class FusedForwardBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the pass, and return the scalar and the results of the pass, which have no gradient.
 
-        Args:
-            ctx: keeps state for backward.
-            plan: the pass.
-            epilogue: the function from its sums and other tensors to the scalar.
-            count: the number of its inputs.
-            tensors: its inputs, then the other tensors.
+        The tensors are `count` inputs of the pass, then the others that the epilogue takes after the sums.
         """
         ctx.plan, ctx.count = plan, count
         ctx.set_materialize_grads(False)

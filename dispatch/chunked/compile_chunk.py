@@ -12,7 +12,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
-from typing import TypeAlias
 
 import optree
 import torch
@@ -32,15 +31,12 @@ MIN_RUN_LENGTH = 2
 def compiled_program(
     steps: Sequence[ScheduledStep], outputs: Collection[int], splits: Callable[[ScheduledStep], bool]
 ) -> list[ScheduledStep]:
-    """Return the program with its runs of ops compiled.
+    """Return the program with its runs of ops compiled, each as one step.
 
     Args:
         steps: the program.
         outputs: ids of the values that the program computes.
         splits: returns whether an op is not compiled.
-
-    Returns:
-        the steps, in order, a compiled run as one.
     """
     program: list[ScheduledStep] = []
     end = 0
@@ -65,30 +61,28 @@ def _has_source(step: ScheduledStep) -> bool:
 def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs: Collection[int]) -> ScheduledStep:
     read_later = {id(x) for step in later for x in step.leaves if isinstance(x, LazyValue)} | set(outputs)
     results = [v for step in run for v in step.outputs if v is not None and id(v) in read_later]
-    names: dict[int, str] = {}
+    names: dict[int, _Name] = {}
     reads: list[Input | LazyValue | PerChunk] = []
     constants: list[object] = []
     lines: list[str] = []
 
-    def source(x: object) -> str:
+    def named(x: object) -> object:
         if isinstance(x, (Input, LazyValue, PerChunk)):
             if id(x) not in names:
-                names[id(x)] = f"a{len(reads)}"
+                names[id(x)] = _Name(f"a{len(reads)}")
                 reads.append(x)
             return names[id(x)]
         if isinstance(x, (bool, int, str, type(None))):
-            return repr(x)
+            return x
         constants.append(x)
-        return f"c{len(constants) - 1}"
+        return _Name(f"c{len(constants) - 1}")
 
     for place, step in enumerate(run):
-        arguments: PyTree = step.spec.unflatten([source(x) for x in step.leaves])
+        arguments: PyTree = step.spec.unflatten([named(x) for x in step.leaves])
         args, kwargs = arguments
-        constants.append(step.op)
-        call = ", ".join([*map(_nested, args), *(f"{key}={_nested(value)}" for key, value in kwargs.items())])
-        names_out = [f"v{place}_{k}" for k in range(len(step.outputs))]
+        names_out = [_Name(f"v{place}_{k}") for k in range(len(step.outputs))]
         names.update({id(v): name for v, name in zip(step.outputs, names_out, strict=True) if v is not None})
-        lines.append(f"    {', '.join(names_out)} = c{len(constants) - 1}({call})")
+        lines.append(f"    {', '.join(names_out)} = {named(step.op)}(*{args}, **{kwargs})")
     lines.append(f"    return ({''.join(names[id(v)] + ', ' for v in results)})")
     text = "\n".join([f"def run({', '.join(names[id(x)] for x in reads)}):", *lines])
     last_uses = [x for x in reads if isinstance(x, LazyValue) and id(x) not in read_later]
@@ -99,16 +93,11 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
     )
 
 
-Nested: TypeAlias = "str | list[Nested] | tuple[Nested, ...]"
+class _Name(str):
+    """A variable's name, which stands for the variable in the source of tuples, lists and dicts."""
 
-
-def _nested(x: Nested) -> str:
-    """Return the source of nested tuples and lists of arguments, each the source of one."""
-    if isinstance(x, str):
-        return x
-    if isinstance(x, list):
-        return f"[{', '.join(map(_nested, x))}]"
-    return f"({''.join(_nested(y) + ', ' for y in x)})"
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,11 +72,7 @@ TENSOR_FLOPS = {7: 1024, 8: 1024, 9: 4096, 10: 8192, 12: 1024}
 
 @functools.cache
 def device_rates(device: torch.device) -> Rates:
-    """Return the rates of a GPU, from its properties; those of an H200 elsewhere, without a name on a CPU.
-
-    Args:
-        device: with its index.
-    """
+    """Return the rates of a GPU, from its properties; those of an H200 elsewhere, without a name on a CPU."""
     if device.type == "cpu":
         return CPU
     if device.type != "cuda" or torch.version.hip is not None:
@@ -186,14 +182,7 @@ class ChunkPlan:
 
 
 def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = H200) -> ChunkPlan:
-    """Return the schedule by chunks of rows, and its expected cost.
-
-    Args:
-        shape: of the loss.
-        rows: of a chunk.
-        accumulate: how dW adds up.
-        rates: of the device.
-    """
+    """Return the schedule by chunks of some rows, and its expected cost."""
     rows = max(1, min(rows, shape.rows))
     chunks = max(1, math.ceil(shape.rows / rows))
     products = 1 + shape.needs_hidden + shape.needs_weight
@@ -218,11 +207,7 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
 def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
     """Return the schedule by blocks of columns, and its expected cost.
 
-    Args:
-        shape: of the loss.
-        columns: of a block.
-        kept: columns that have memory of their own between the passes; no more than need it.
-        rates: of the device.
+    `kept` columns have memory of their own between the passes; no more than need it.
     """
     columns = min(columns, shape.classes)
     blocks = math.ceil(shape.classes / columns)
@@ -366,12 +351,7 @@ def plan_row_statistics(
 ) -> ChunkPlan | None:
     """Return the schedule by columns that is expected to be fastest within some memory, for statistics of rows.
 
-    Args:
-        shape: of the problem.
-        rows: the requested rows of a chunk; the schedule takes no more memory than chunks of this size would.
-        memory_limit: bytes at the peak, extra the inputs and with the gradients.
-        free_bytes: of the device, as for `plan_linear_cross_entropy`.
-        rates: of the device.
+    Arguments are those of `plan_linear_cross_entropy`.
 
     Returns:
         The plan; None where there are few classes, or no blocks of columns fit.

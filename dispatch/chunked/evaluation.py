@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from subtensors.dispatch.chunked.affine import affine_ops
 from subtensors.dispatch.chunked.autograd import FusedForwardBackward, RecomputeChunks, forward_only
 from subtensors.dispatch.chunked.lazy_graph import (
     Combine,
+    LazyNode,
     LazyValue,
     computation,
     known_tensor,
@@ -25,9 +26,6 @@ from subtensors.dispatch.ops.tree import tree_map, tree_tensors
 
 def evaluate(value: LazyValue) -> Tensor:
     """Compute the tensor of a value, differentiable as its ops were recorded.
-
-    Args:
-        value: any value of a region.
 
     Returns:
         a plain tensor, which requires grad where the value does and gradients are enabled.
@@ -65,28 +63,17 @@ def evaluate_together(values: Sequence[LazyValue], riders: Sequence[LazyValue] =
         except LimitError as refused:  # a later pass may need more than the one that was refused
             least = max(refused.least, *(plan.least_bytes for value in missing for plan in passes_for(value)))
             raise LimitError(refused.limit, least, refused.advice) from None
-        tensors = [known_tensor(value) for value in full]
+        tensors = [_known(value) for value in full]
         evaluation.release({*full, *riding})
         for rider, whole in zip(riders, riding, strict=True):
             rider.tensor = whole.tensor
-    else:
-        tensors = [known_tensor(value) for value in full]
-    return tensors  # type: ignore[return-value]  # each is known
+        return tensors
+    return [_known(value) for value in full]
 
 
 def may_ride(value: LazyValue, beside: LazyValue) -> bool:
     """Return whether the passes for one value can yield another one, too."""
     return bool(_riding([replicated(value)], _levels([replicated(beside)])))
-
-
-def input_tensor(value: LazyValue) -> Tensor:
-    """Return the tensor of an input, reshaped and cast as it was recorded."""
-    node = value.node
-    if node is None or value.tensor is not None:
-        return evaluate(replicated(value))
-    operand = input_tensor(node.args[0])
-    with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
-        return operand.reshape(value.shape).to(value.dtype)
 
 
 def passes_for(value: LazyValue) -> list[ChunkSchedule]:
@@ -199,20 +186,15 @@ class _Evaluation:
             assert node is not None
             if value.tensor is not None:  # computed with another result of its op
                 continue
-            args, kwargs = tree_map(
-                (node.args, node.kwargs), lambda x: known_tensor(x) if isinstance(x, LazyValue) else x
-            )
-            with torch.set_grad_enabled(self.grad and node.grad):
-                results = tree_tensors(node.op(*args, **kwargs))
-            owners = [x if x._base is None else x._base for x in tree_tensors((args, kwargs))]
+            operands = {x: _known(x) for x in node.operands()}
+            results = _run(node, operands, self.grad)
+            owners = [x if x._base is None else x._base for x in operands.values()]
             for output, result in zip(node.outputs, results, strict=True):
                 if output is not None:
                     self._set_tensor(output, result)
                     if any(result._base is owner for owner in owners):
                         self.views.append(output)
-        tensor = known_tensor(requested)
-        assert tensor is not None
-        return tensor
+        return _known(requested)
 
     def _run_fused(self, requested: LazyValue, partials: Sequence[LazyValue], rides: Sequence[LazyValue]) -> bool:
         """Compute a scalar that is affine in its sums, with gradients in the same pass; return False for others."""
@@ -222,7 +204,7 @@ class _Evaluation:
             return False
         self._run_passes([v for v in partials if not v.needs_grad])
         (plan,) = _passes(sums, [v for v in rides if v.tensor is None])
-        others = _others(requested, sums, chain)
+        others = _others(sums, chain)
         reads, yielded = self._inputs(plan), plan.requested
         plan.release_values()
         rest = [self._compute(v) for v in others]
@@ -237,7 +219,7 @@ class _Evaluation:
         return True
 
 
-def _fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> set[LazyValue] | None:
+def _fusable(requested: LazyValue, sums: Sequence[LazyValue]) -> list[LazyValue] | None:
     """Return the values between sums over chunks and a scalar that is affine in them; None where it is none.
 
     A gradient is no complex multiple of that of a sum.
@@ -254,36 +236,30 @@ def takes_one_pass(requested: LazyValue) -> bool:
     return is_single and _fusable(requested, sums) is not None
 
 
-def _others(requested: LazyValue, sums: Sequence[LazyValue], chain: Collection[LazyValue]) -> list[LazyValue]:
+def _others(sums: Sequence[LazyValue], chain: Collection[LazyValue]) -> list[LazyValue]:
     """Return the values other than the sums that the ops after the sums read."""
-    others: dict[LazyValue, None] = {}
-    stack, seen = [requested], {*sums}
-    while stack:
-        value = stack.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        if value in chain:
-            assert value.node is not None
-            stack.extend(value.node.operands())
-        else:
-            others[value] = None
-    return [*others]
+    read = dict.fromkeys(x for value in chain if value.node is not None for x in value.node.operands())
+    return [x for x in read if x not in chain and x not in sums]
 
 
 def _rerun(requested: LazyValue, env: dict[LazyValue, Tensor]) -> Tensor:
     """Compute a value by running the ops between the tensors in `env` and it."""
-    stack = [] if requested in env else [requested]
-    while stack:
-        node = stack[-1].node
-        assert node is not None
-        missing = next((v for v in node.operands() if v not in env), None)
-        if missing is not None:
-            stack.append(missing)
-            continue
-        stack.pop()
-        args, kwargs = tree_map((node.args, node.kwargs), lambda x: env[x] if isinstance(x, LazyValue) else x)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and node.grad):
-            results = tree_tensors(node.op(*args, **kwargs))
-        env.update({v: t for v, t in zip(node.outputs, results, strict=True) if v is not None})
+    for value in computation([requested], env.__contains__):
+        if value not in env:
+            assert value.node is not None
+            results = _run(value.node, env, torch.is_grad_enabled())
+            env.update({v: t for v, t in zip(value.node.outputs, results, strict=True) if v is not None})
     return env[requested]
+
+
+def _known(value: LazyValue) -> Tensor:
+    tensor = known_tensor(value)
+    assert tensor is not None
+    return tensor
+
+
+def _run(node: LazyNode, env: Mapping[LazyValue, Tensor], grad: bool) -> list[Tensor]:
+    """Return the results of an op on replicated values, differentiable as it was recorded if `grad` is set."""
+    args, kwargs = tree_map((node.args, node.kwargs), lambda x: env[x] if isinstance(x, LazyValue) else x)
+    with torch.set_grad_enabled(grad and node.grad):
+        return tree_tensors(node.op(*args, **kwargs))

@@ -225,16 +225,16 @@ class LazyNode:
     Args:
         op: the function that is called.
         args, kwargs: its arguments: values, slices of them, per-chunk arguments and constants.
-        axis: the axis along which it runs chunk by chunk; None for an op that runs once.
         grad: whether it is differentiated.
     """
 
     __slots__ = ("__weakref__", "_outputs", "args", "axis", "grad", "kwargs", "name", "op", "rows")
 
-    def __init__(
-        self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, axis: ChunkAxis | None, grad: bool
-    ) -> None:
-        self.op, self.args, self.kwargs, self.axis, self.grad = op, args, kwargs, axis, grad
+    def __init__(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, grad: bool) -> None:
+        self.op, self.args, self.kwargs, self.grad = op, args, kwargs, grad
+        layouts = [x.layout for x in tree_leaves((args, kwargs)) if isinstance(x, (LazyValue, RowSlice))]
+        self.axis: ChunkAxis | None = next((layout.axis for layout in layouts if layout is not None), None)
+        """The axis along which it runs chunk by chunk; None for an op that runs once, on replicated operands."""
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
         # A value refers to its node. If the node did to the value, all that either reads would live until the garbage
         # collector runs.
@@ -259,7 +259,7 @@ class LazyNode:
 
 
 def computation(
-    requested: Iterable[LazyValue], stops_at: Callable[[LazyValue], bool] = lambda value: False
+    requested: Iterable[LazyValue], stops_at: Callable[[LazyValue], object] = lambda value: False
 ) -> list[LazyValue]:
     """Return what is to be computed for some values, in order: each value after those that it is computed from.
 
@@ -267,7 +267,7 @@ def computation(
 
     Args:
         requested: the values, the last of which is computed first.
-        stops_at: returns whether to go no further than a value: its operands are left out.
+        stops_at: returns whether to go no further than a value: its operands are left out. It is called once for each.
     """
     found: dict[LazyValue, None] = {}
     opened, stack = set[LazyValue](), [*requested]
@@ -275,30 +275,12 @@ def computation(
         value = stack[-1]
         if value in found or value.tensor is not None:
             stack.pop()
-        elif value in opened or value.node is None or stops_at(value):
+        elif value in opened or stops_at(value) or value.node is None:
             found[stack.pop()] = None
         else:
             opened.add(value)
             stack.extend(value.node.operands())
     return [*found]
-
-
-def uncomputed(value: LazyValue, stops_at: Callable[[LazyValue], object] = lambda value: False) -> Iterator[LazyValue]:
-    """Yield a value and those that it is computed from, as far as their tensors aren't known.
-
-    Args:
-        value: the value.
-        stops_at: returns whether to go no further than a value: its operands are left out.
-    """
-    seen, stack = set[LazyValue](), [value]
-    while stack:
-        value = stack.pop()
-        if value in seen or value.tensor is not None:
-            continue
-        seen.add(value)
-        yield value
-        if value.node is not None and not stops_at(value):
-            stack.extend(value.node.operands())
 
 
 def largest(values: Sequence[LazyValue]) -> LazyValue:
@@ -374,8 +356,7 @@ def emit(
     args: Args,
     kwargs: Kwargs,
     metas: PyTree,
-    layouts: Sequence[RowLayout | Combine | None],
-    axis: ChunkAxis | None,
+    layouts: Sequence[RowLayout | Combine | None] = (),
     grad: bool | None = None,
 ) -> PyTree:
     """Record an op.
@@ -384,13 +365,13 @@ def emit(
         op: the function called for each chunk (or once, for replicated operands).
         args, kwargs: arguments of that call.
         metas: the results of the full call as meta tensors, in their pytree.
-        layouts: for each tensor among the results, the layout of its rows, or how its parts are combined.
-        axis: the rows that are divided into chunks; None for replicated operands.
+        layouts: for each tensor among the results, the layout of its rows, or how its parts are combined; none of
+            replicated operands.
         grad: whether it is differentiable, if its operands require grad; None: as `recording` says.
 
     Returns: the pytree of the results, with values in place of tensors.
     """
-    node = LazyNode(op, args, kwargs, axis, grad=False)
+    node = LazyNode(op, args, kwargs, grad=False)
     operands = node.operands()
     recorded = is_differentiated() if grad is None else grad
     node.grad = recorded and any(v.needs_grad for v in operands) and op is not torch.ops.aten.detach.default
@@ -421,8 +402,13 @@ CHUNK_INDEPENDENT_VIEWS = frozenset(
 """Views that are the same of a chunk and of the full value, except for the sizes of a reshape."""
 
 
-def replicated(value: LazyValue) -> LazyValue:
-    """Return a value that every chunk reads in full: a chunked value is concatenated, others are returned unchanged."""
+def replicated(value: LazyValue, through_casts: bool = False) -> LazyValue:
+    """Return a value that every chunk reads in full: a chunked value is concatenated, others are returned unchanged.
+
+    Args:
+        value: the value.
+        through_casts: whether a cast is one of the full operand, too, as of an input, which is in memory in full.
+    """
     layout = value.layout
     if layout is None:
         return value
@@ -431,20 +417,21 @@ def replicated(value: LazyValue) -> LazyValue:
         leaf.tensor, leaf.recorded = value.tensor, value.recorded
         return leaf
     node = value.node
-    if node is not None and node.name in CHUNK_INDEPENDENT_VIEWS:
+    is_cast = through_casts and node is not None and node.name == "_to_copy.default"
+    if node is not None and (is_cast or node.name in CHUNK_INDEPENDENT_VIEWS):
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
-        operands = replicated(node.args[0]), *rest
-        out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
+        operands = replicated(node.args[0], through_casts), *rest
+        out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, grad=node.grad)
         return out
-    full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], layout.axis, grad=True)
+    full: LazyValue = emit(identity, (value,), {}, value.meta, [Combine.CAT], grad=True)
     full.part_layout = layout
     return full
 
 
 def rechunked(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Return a replicated value, chunked by a layout."""
-    out: LazyValue = emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], layout.axis, grad=True)
+    out: LazyValue = emit(identity, (RowSlice(value, layout),), {}, value.meta, [layout], grad=True)
     return out
 
 

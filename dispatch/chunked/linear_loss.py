@@ -23,6 +23,7 @@ from subtensors.dispatch.chunked.cost_model import (
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, is_autocast, without_ambient_modes
 from subtensors.dispatch.chunked.match_logits import MASTER_DTYPE
 from subtensors.dispatch.chunked.row_layout import RowLayout, check_limit
+from subtensors.dispatch.chunked.row_statistics import has_rows
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.kernels.cross_entropy.cross_entropy import REDUCTIONS, CrossEntropy
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import differentiable_cross_entropy
@@ -68,14 +69,7 @@ def takes_targets(logits: LazyValue, target: LazyValue, weight: LazyValue | None
         weight: (V,) class weights, or None.
         options: of the cross entropy.
     """
-    layout = logits.layout
-    if (
-        layout is None
-        or layout.dim != 0
-        or logits.ndim != 2
-        or not logits.shape[1]
-        or not logits.dtype.is_floating_point
-    ):
+    if logits.ndim != 2 or not has_rows(logits):
         return False
     is_distribution = target.shape == logits.shape and target.dtype.is_floating_point and options.ignore_index < 0
     if not is_distribution and (target.shape != logits.shape[:1] or target.dtype is not torch.int64):

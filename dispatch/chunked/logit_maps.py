@@ -29,13 +29,7 @@ RowsT = TypeVar("RowsT", bound=LazyValue | Tensor)
 
 
 def viewed(value: RowsT, views: tuple[View, ...], call: Callable[..., RowsT]) -> RowsT:
-    """Return views of the rows of logits, or of the hidden states that they are computed from.
-
-    Args:
-        value: a value or a tensor.
-        views: the views.
-        call: calls an op, or records it.
-    """
+    """Return views of rows of logits, or of hidden states that they are computed from; `call` calls or records ops."""
     for view in views:
         if isinstance(view, tuple):
             value = call(aten.slice.Tensor, value, *view)
@@ -179,7 +173,7 @@ def record_maps(maps: Sequence[LogitMap], logits: LazyValue, dtype: torch.dtype)
     operands = [replicated(x) if isinstance(x, LazyValue) else x for m in offsets for x in (m.value, m.mask)]
     options = [(m.divisor, m.keeps) for m in offsets]
     args = logits.shape[-1], dtype, options, *operands
-    return [factor, *emit(class_offsets, args, {}, metas, [None, None], None)]
+    return [factor, *emit(class_offsets, args, {}, metas)]
 
 
 def class_offsets(

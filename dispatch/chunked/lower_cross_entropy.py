@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from subtensors.dispatch.chunked.evaluation import evaluate, input_tensor
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording, replicated
 from subtensors.dispatch.chunked.linear_loss import chunk_plan, linear_cross_entropy_loss, loss_shape
 from subtensors.dispatch.chunked.match_logits import match_linear_logits
 from subtensors.dispatch.chunked.sharded_head import own_head
@@ -40,7 +40,7 @@ def lowered_cross_entropy(
         return None
     needs_grad = grad and logits.needs_grad
     with recording(needs_grad), torch.set_grad_enabled(needs_grad):
-        hidden = found.rows_of(input_tensor(found.hidden), OpOverload.__call__)
+        hidden = found.rows_of(evaluate(replicated(found.hidden, through_casts=True)), OpOverload.__call__)
         head = own_head(found.head_weight, found.bias)
         weight, bias = evaluate(head.weight), None if head.bias is None else evaluate(head.bias)
     if logits.dtype == torch.float64 != hidden.dtype:

@@ -39,12 +39,7 @@ from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistic
 
 
 def lower_statistics(requested: Sequence[LazyValue], grad: bool) -> None:
-    """Lower the statistics that values depend on, where nothing else of them reads the linear layer of their logits.
-
-    Args:
-        requested: values that are about to be evaluated.
-        grad: whether their gradient is recorded.
-    """
+    """Lower the statistics that values depend on, where nothing else of them reads the linear layer of their logits."""
     nodes, read = _reachable(requested)
     matched = [(node, node.args[0], match_linear_logits(node.args[0])) for node in nodes]
     readers = Counter(found.transforms.base for _, _, found in matched if found is not None)
@@ -79,7 +74,7 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     op, layout = node.op, logits.row_layout
     assert isinstance(op, StatisticsOp)
     with recording(True):
-        hidden = found.rows_of(_full(found.hidden), record)
+        hidden = found.rows_of(replicated(found.hidden, through_casts=True), record)
         weight, bias, shard = own_head(found.head_weight, found.bias)
     if logits.dtype is torch.float64 is not hidden.dtype:
         return  # the kernels compute in a narrower dtype than was requested
@@ -100,19 +95,8 @@ def _lower(node: LazyNode, logits: LazyValue, found: LinearLogits) -> None:
     whole.__name__ = "linear_row_statistics"
     # A result that was freed is computed, too: the op on chunks does so.
     metas = [torch.empty(0, device="meta") if value is None else value.meta for value in node.outputs]
-    values = emit(whole, (hidden, weight, bias, *operands), {}, metas, [None] * len(metas), None, grad=node.grad)
+    values = emit(whole, (hidden, weight, bias, *operands), {}, metas, grad=node.grad)
     for result, value in zip(node.outputs, values, strict=True):
         if result is not None and result.layout is not None:
-            result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, layout.axis, node.grad)
+            result.node = LazyNode(identity, (RowSlice(value, result.layout),), {}, node.grad)
             result.node.add_output(result)
-
-
-def _full(value: LazyValue) -> LazyValue:
-    """Return an input of the region in full, reshaped and cast as it was recorded."""
-    node = value.node
-    if node is None or value.tensor is not None:
-        return replicated(value)
-    rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]
-    operands = _full(node.args[0]), *rest
-    out: LazyValue = emit(node.op, operands, node.kwargs, value.meta, [None], None, grad=node.grad)
-    return out

@@ -26,7 +26,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     is_differentiated,
     replicated,
 )
-from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout
+from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
@@ -52,8 +52,7 @@ def record(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PyTree:
     args, kwargs = tree_map((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
     call = ChunkedCall(op, args, kwargs)
     if not call.chunked and op_class(op) is not OpClass.RANDOM:
-        metas = infer(op, args, kwargs)
-        return emit(op, args, kwargs, metas, [None] * len(tree_tensors(metas)), None)
+        return emit(op, args, kwargs, infer(op, args, kwargs))
     try:
         rule = RULES.lookup(op)
     except RuleError as error:
@@ -108,12 +107,7 @@ def _infer(op: OpOverload, spec: PyTreeSpec, flat: Sequence[PyTree]) -> PyTree:
 
 
 class ChunkedCall(BoundCall[LazyValue]):
-    """One call of an op on values, at least one of them chunked, with its arguments by name.
-
-    Args:
-        op: the overload.
-        args, kwargs: its arguments, values in place of tensors.
-    """
+    """One call of an op on values, at least one of them chunked, with its arguments by name."""
 
     def __init__(self, op: OpOverload, args: Args, kwargs: Kwargs) -> None:
         super().__init__(op, args, kwargs, LazyValue)
@@ -149,8 +143,7 @@ class ChunkedCall(BoundCall[LazyValue]):
     def emit(
         self,
         layouts: Sequence[RowLayout | Combine | None],
-        axis: ChunkAxis,
-        to_operand: Callable[[LazyValue], PyTree],
+        to_operand: Callable[[LazyValue], PyTree] = lambda value: value,
         op: Callable[..., PyTree] | None = None,
         metas: PyTree = None,
     ) -> PyTree:
@@ -158,18 +151,19 @@ class ChunkedCall(BoundCall[LazyValue]):
 
         Args:
             layouts: the layouts of the results, or how their parts are combined.
-            axis: the rows that are divided into chunks.
             to_operand: returns for each value the operand of a chunk.
             op: the function called for each chunk; None: the overload.
             metas: the results of the full call as meta tensors; None: inferred.
         """
         metas = self.infer() if metas is None else metas
         args, kwargs = self.with_values(to_operand)
-        return emit(op or self.op, args, kwargs, metas, layouts, axis)
+        return emit(op or self.op, args, kwargs, metas, layouts)
 
 
 def sliced(value: LazyValue, layout: RowLayout) -> LazyValue | RowSlice:
-    """Return the value as an operand that each chunk reads its own part of, chunked by `layout`."""
+    """Return an operand that each chunk reads its own part of, chunked by `layout`, or all where it broadcasts."""
+    if value.shape[layout.dim] == 1 != layout.dim_size:
+        return replicated(value)
     own = value.layout
     if own is not None and own.aligns_with(layout):
         layout.axis.merge(own.axis)
@@ -192,16 +186,14 @@ def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
     args, kwargs = tree_map(
         (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
     )
-    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], layout.axis, node.grad)
+    out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], node.grad)
     return out
 
 
 def broadcast(value: LazyValue, ndim: int, layout: RowLayout) -> LazyValue | RowSlice:
     """Return an operand of a broadcasting op whose result of `ndim` dims is chunked by `layout`."""
     dim = layout.dim - (ndim - value.ndim)
-    if dim < 0 or (value.shape[dim] == 1 and layout.dim_size != 1):
-        return replicated(value)
-    return sliced(value, layout.with_dim(dim))
+    return replicated(value) if dim < 0 else sliced(value, layout.with_dim(dim))
 
 
 def chunk_dim_size(layout: RowLayout) -> PerChunk:
@@ -226,17 +218,11 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 
 
 def with_gradient_of(old: LazyValue, new: LazyValue) -> LazyValue:
-    """Return a value that was written over another one, with that one's gradient if the write was under `no_grad`.
-
-    Args:
-        old: the value before.
-        new: of the same sizes and dtype, without a gradient.
-    """
+    """Return a value that was written over another one, with that one's gradient if the write was under `no_grad`."""
     is_detached = new.node is not None and new.node.op is torch.ops.aten.detach.default
     if is_detached or is_differentiated() or not old.needs_grad:
         return new
     layout = old.layout
     operand = replicated(new) if layout is None else sliced(new, layout)
-    axis = None if layout is None else layout.axis
-    out: LazyValue = emit(overwritten, (old, operand), {}, old.meta, [layout], axis, grad=True)
+    out: LazyValue = emit(overwritten, (old, operand), {}, old.meta, [layout], grad=True)
     return out

@@ -1,4 +1,4 @@
-"""Values that are simple functions of a softmax, and their sums over the classes as statistics of rows.
+"""Values that are simple functions of a softmax, whose sums over the classes are statistics of rows.
 
 With the logits z of a row, L their log-sum-exp, l = z - L and p = exp(l), a value of the form
 
@@ -17,18 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, recording
+from subtensors.dispatch.chunked.lazy_graph import LazyValue
 from subtensors.dispatch.chunked.logit_maps import ClassOffset
-from subtensors.dispatch.chunked.match_logits import (
-    SCALINGS,
-    carries_gradient,
-    match_linear_logits,
-    match_transforms,
-    widens,
-)
-from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_statistics import Kind, has_rows, record_statistic
-from subtensors.dispatch.chunked.rules.reductions import cast
+from subtensors.dispatch.chunked.match_logits import SCALINGS, carries_gradient, match_transforms, widens
+from subtensors.dispatch.chunked.row_statistics import has_rows
 
 aten = torch.ops.aten
 
@@ -85,7 +77,7 @@ class RowForm:
         )
 
 
-_log_sum_exps: weakref.WeakKeyDictionary[LazyValue, LazyValue] = weakref.WeakKeyDictionary()
+LOG_SUM_EXPS: weakref.WeakKeyDictionary[LazyValue, LazyValue] = weakref.WeakKeyDictionary()
 """Recorded log-sum-exps (..., 1) by value: of which logits."""
 
 MAX_DEPTH = 12
@@ -115,9 +107,10 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
         sign = 1 if op is aten.add.Tensor else -1
         return _sum_form(first, args[1], sign * float(node.kwargs.get("alpha", 1)), depth - 1)
     if op in SCALINGS and isinstance(args[1], (int, float)):
-        inner = row_form(first, depth - 1)
-        factor = _factor(SCALINGS[op], float(args[1]))
-        return None if inner is None or factor is None else inner.scaled(factor)
+        inner, number, is_quotient = row_form(first, depth - 1), float(args[1]), SCALINGS[op] == "div"
+        if inner is None or (is_quotient and not number):
+            return None
+        return inner.scaled(1 / number if is_quotient else number)
     if op is aten.mul.Tensor and isinstance(args[1], LazyValue):
         return _product_form(first, args[1], depth)
     inner = row_form(first, depth - 1)
@@ -145,13 +138,6 @@ def row_form(value: LazyValue, depth: int = MAX_DEPTH) -> RowForm | None:
 _SOFTMAX = {aten._softmax.default: True, aten._log_softmax.default: False}
 
 
-def _factor(kind: str, number: float) -> float | None:
-    """Return the factor that a product with a number or a quotient has; None for a division by zero."""
-    if kind == "mul":
-        return number
-    return 1 / number if number else None
-
-
 _COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default)
 
 
@@ -177,7 +163,7 @@ def _sum_form(first: LazyValue, second: object, factor: float, depth: int) -> Ro
     """Return the form of first + factor * second."""
     if not isinstance(second, LazyValue):
         return None
-    logits = _log_sum_exps.get(second)
+    logits = LOG_SUM_EXPS.get(second)
     if logits is not None and carries_gradient(second, [logits]):
         left = row_form(first, depth) or _logits_form(first, logits)
         return None if left is None else left.plus(RowForm(logits, False, log_sum_exp=1.0), factor)
@@ -202,83 +188,3 @@ def _product_form(first: LazyValue, second: LazyValue, depth: int) -> RowForm | 
         if right is None and is_vector and other.shape[0] == left.logits.shape[-1]:
             return replace(left, vector=other)
     return None
-
-
-def largest_class(value: LazyValue) -> LazyValue | None:
-    """Record the class of the largest of values (..., V) that grow with a linear layer's logits; None for others.
-
-    Of log-probabilities or probabilities that are the same but for rounding it is that of the largest logit.
-    """
-    with recording(False):  # a position has no gradient
-        form = row_form(value)
-    if form is not None and form.vector is None:
-        grows = form.constant > 0 and form.is_constant if form.is_softmax else form.log_p > 0
-        value = form.logits if grows else value
-    elif value.node is not None and value.tensor is None and value.node.op is aten.detach.default:
-        (value,) = value.node.args
-    return None if match_linear_logits(value, maps=True) is None else record_statistic(value, "argmax")
-
-
-def class_sum(value: LazyValue, dtype: torch.dtype) -> LazyValue | None:
-    """Record the sum over the classes of a value (..., V) with a softmax as its factor, in a dtype; None for others."""
-    form = row_form(value)
-    if form is None or not form.is_softmax:
-        return None
-    if form.vector is not None:
-        terms = [(form.constant, record_statistic(form.logits, "expectation", form.vector))]
-    else:
-        kinds: tuple[Kind, Kind] = ("finite_entropy" if form.is_clamped else "negative_entropy", "log_sum_exp")
-        factors = zip((form.log_p, form.log_sum_exp), kinds, strict=True)
-        terms = [(factor, record_statistic(form.logits, kind)) for factor, kind in factors if factor]
-    if not terms or any(term is None for _, term in terms):
-        return None
-    return cast(_linear_combination(terms, 0.0 if form.vector is not None else form.constant), dtype)
-
-
-def _linear_combination(terms: list[tuple[float, LazyValue | None]], constant: float) -> LazyValue:
-    """Record the sum of factors times values, and a constant."""
-    total: LazyValue | None = None
-    for factor, term in terms:
-        part = term if factor == 1 else record(aten.mul.Tensor, term, factor)
-        total = part if total is None else record(aten.add.Tensor, total, part)
-    assert total is not None
-    out: LazyValue = record(aten.add.Tensor, total, constant) if constant else total
-    return out
-
-
-def log_sum_exp(logits: LazyValue, keepdim: bool) -> LazyValue | None:
-    """Record the log-sum-exp of the classes of logits (..., V), in their dtype; None where kernels don't take it."""
-    value = record_statistic(logits, "log_sum_exp")
-    if value is None:
-        return None
-    value = cast(value, logits.dtype)
-    if keepdim:
-        value = record(aten.unsqueeze.default, value, -1)
-        _log_sum_exps[value] = logits
-    return value
-
-
-def gathered(scores: LazyValue, index: LazyValue) -> LazyValue | None:
-    """Record log-probabilities or probabilities of given classes, or logits of a linear layer.
-
-    Args:
-        scores: (..., V), chunked along another dim than the last.
-        index: (..., T), the classes of each row.
-
-    Returns:
-        (..., T), chunked, in the dtype of the scores; None where those are none of these.
-    """
-    form = row_form(scores)
-    if form is None:
-        if match_linear_logits(scores, maps=True) is None:
-            return None
-        value = record_statistic(scores, "logit", index)
-    elif (form.is_log_softmax and not form.is_clamped) or (form.is_softmax and form.is_constant and form.constant == 1):
-        value = record_statistic(form.logits, "log_probability", index)
-    else:
-        return None
-    if value is None:
-        return None
-    if form is not None and form.is_softmax:
-        value = record(aten.exp.default, value)
-    return cast(value, scores.dtype)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,7 @@ BackwardHook = Callable[[Tensor], Tensor]
 """A gradient hook that runs before backward reaches chunked ops; it returns its gradient unchanged."""
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The limits on the size of a chunk: at most one of three. Without one, shapes and free memory decide.
 
     Args:
@@ -132,15 +132,18 @@ class ChunkAxis:
                 result.register_hook(hook)
         return result
 
-    def selection(self, size: int, elements: int, policy: Policy | None = None) -> ChunkAxis:
+    def selection(self, selected: Tensor, dim: int, per_row: Fraction = Fraction(1)) -> ChunkAxis:
         """Return a new axis for rows selected from this one, with the same backward hooks.
 
         Args:
-            size: the number of selected rows.
-            elements: the number of elements of the tensor that holds them.
-            policy: how they are divided; None: as this axis is.
+            selected: the tensor that holds them.
+            dim: the dim of it that holds them.
+            per_row: how many rows of a chunk there are for one of this axis, before they are selected.
         """
-        axis = ChunkAxis(size, self.policy if policy is None else policy, elements)
+        policy = self.policy
+        if policy.rows is not None:
+            policy = policy._replace(rows=max(1, int(policy.rows * per_row)))
+        axis = ChunkAxis(selected.shape[dim], policy, selected.numel())
         axis._backward_hooks = list(self.root._backward_hooks)
         return axis
 
@@ -262,21 +265,20 @@ class RowLayout:
 
     def chunk_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
         """Return a chunk's part of a full tensor: a view, or a copy where there are several runs."""
-        start, stop = self.window(span)
-        if self.runs == 1:
-            return full.narrow(self.dim, start, stop - start)
-        runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
-        part: Tensor = runs.flatten(self.dim, self.dim + 1)
-        return part
+        return self._runs_of(full, span).flatten(self.dim, self.dim + (self.runs > 1))
 
     def write_chunk(self, full: Tensor, span: tuple[int, int], part: Tensor) -> None:
         """Write a chunk's part into the full tensor."""
+        into = self._runs_of(full, span)
+        into.copy_(part.reshape(into.shape))
+
+    def _runs_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
+        """Return a view of a chunk's part of a full tensor, where there are several runs with a dim for them."""
         start, stop = self.window(span)
         if self.runs == 1:
-            full.narrow(self.dim, start, stop - start).copy_(part)
-        elif stop > start:
-            runs = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
-            runs.copy_(part.unflatten(self.dim, (self.runs, stop - start)))
+            return full.narrow(self.dim, start, stop - start)
+        runs: Tensor = full.unflatten(self.dim, (self.runs, self.size)).narrow(self.dim + 1, start, stop - start)
+        return runs
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> RowLayout | None:
         """Return the layout after a reshape from `old` to `new` sizes; None where no dim holds the whole axis.

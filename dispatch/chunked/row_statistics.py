@@ -20,10 +20,10 @@ from subtensors.dispatch.chunked.lazy_graph import (
     LazyNode,
     LazyValue,
     NeedsMaterialize,
+    computation,
     is_differentiated,
     recording,
     replicated,
-    uncomputed,
 )
 from subtensors.dispatch.chunked.logit_maps import record_maps, scales_offsets
 from subtensors.dispatch.chunked.match_logits import TransformedLogits, match_transforms
@@ -155,7 +155,7 @@ def record_statistic(logits: LazyValue, kind: Kind, operand: LazyValue | None = 
         with recording(logits.needs_grad):
             maps = record_maps(transforms.maps, logits, arithmetic_dtype(rows.dtype))
         op = StatisticsOp(transforms.softcap, transforms.temperature, scales_offsets(transforms.maps))
-        node = LazyNode(op, (rows, *maps), {}, layout.axis, grad)
+        node = LazyNode(op, (rows, *maps), {}, grad)
         _recorded.setdefault(transforms.base, []).append(((transforms.key, grad), weakref.ref(node)))
     assert isinstance(node.op, StatisticsOp)
     node.op.statistics.append(Statistic(kind, count, len(node.args) - 1 if operands else -1))
@@ -189,7 +189,7 @@ def has_statistics(logits: LazyValue) -> bool:
 
 def _reads(value: LazyValue, node: LazyNode) -> bool:
     """Return whether a value depends on the results of an op, which has not run."""
-    return any(found.node is node for found in uncomputed(value))
+    return any(found.node is node for found in computation([value]))
 
 
 def untransformed_rows(

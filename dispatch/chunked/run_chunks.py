@@ -11,7 +11,7 @@ from subtensors.dispatch.chunked.accumulation import ChunkSum, ProductInto, Sums
 from subtensors.dispatch.chunked.compile_chunk import compiled_program
 from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk, Span
 from subtensors.dispatch.chunked.record import overwritten
-from subtensors.dispatch.chunked.row_losses import ROW_OPS
+from subtensors.dispatch.chunked.row_losses import cross_entropy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
 from subtensors.dispatch.torch_internals.memory import is_dense
@@ -21,11 +21,7 @@ aten = torch.ops.aten
 
 
 class Results:
-    """The results of a pass, assembled from those of its chunks.
-
-    Args:
-        plan: the pass.
-    """
+    """The results of a pass, assembled from those of its chunks."""
 
     def __init__(self, plan: ChunkSchedule) -> None:
         self.plan = plan
@@ -210,8 +206,8 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep]:
     return plan.program
 
 
-_UNCOMPILED = {aten.mm.default, aten.addmm.default, overwritten, *ROW_OPS}
-"""Products, which add to gradients in place; ops with kernels of their own; and what a compiler takes for a copy."""
+_UNCOMPILED = {aten.mm.default, aten.addmm.default, overwritten, cross_entropy}
+"""Products, which add to gradients in place; what a compiler takes for a copy; and an op with kernels of its own."""
 
 # op: the positions of the two factors of a product and of the addend.
 _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}

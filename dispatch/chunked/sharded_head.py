@@ -45,12 +45,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 class _FromShards:
-    """An op without operands: a DTensor's full values, or its own shard.
-
-    Args:
-        x: the DTensor.
-        grad: whether it is differentiable.
-    """
+    """An op without operands: a DTensor's full values, or its own shard."""
 
     is_own = False
     """True if it returns the shard."""
@@ -79,23 +74,18 @@ class _FromShards:
 
 def _recorded(op: _FromShards) -> LazyValue:
     like = meta_like(op.local.like if op.is_own else op.x)
-    node = LazyNode(op, (), {}, None, op.grad)
+    node = LazyNode(op, (), {}, op.grad)
     value = LazyValue(like, op.x.device, None, node, op.grad)
     node.add_output(value)
     return value
 
 
 def gathered(x: DTensor, grad: bool) -> LazyValue:
-    """Record the gather of a DTensor.
-
-    Args:
-        x: of any placements.
-        grad: whether it is differentiable.
-    """
+    """Record the gather of a DTensor of any placements."""
     is_divided = [any(placement.is_shard(dim) for placement in x.placements) for dim in range(x.ndim)]
     if is_divided == [False, True]:  # a transposed head, perhaps
         rows: DTensor = x.t()  # type: ignore[assignment]  # as ops on a DTensor are
-        out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), [None], None, grad)
+        out: LazyValue = emit(aten.t.default, (gathered(rows, grad),), {}, meta_like(x), grad=grad)
         return out
     return _recorded(_FromShards(x, grad))
 

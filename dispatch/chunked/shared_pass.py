@@ -20,13 +20,13 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.evaluation import evaluate, evaluate_together, may_ride, takes_one_pass
-from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, uncomputed, version_and_address
+from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, computation, version_and_address
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, LimitError
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.torch_internals.autograd import retains_graph
@@ -36,23 +36,27 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-class Holder(Protocol):
+class Holder:
     """The object that a user holds a value by."""
+
+    __slots__ = ("__weakref__",)
 
     def pending(self) -> LazyValue | None:
         """Return the value; None where its numbers are known."""
+        raise NotImplementedError
 
     def take_notice(self) -> None:
         """Take notice that the value may be known now."""
 
     @property
     def may_be_differentiated(self) -> bool:
-        """True if the user can ask for the gradient of the value."""
+        """True if the user can ask for the gradient of the value, which is a number then."""
+        return False
 
 
-Held: TypeAlias = "Sequence[tuple[Holder, LazyValue]]"
+Held: TypeAlias = Sequence[tuple[Holder, LazyValue]]
 
-UNSETTLED: dict[weakref.ref[object], None] = {}
+UNSETTLED: dict[weakref.ref[Holder], None] = {}
 """The holders of numbers that nobody may be able to ask the gradient of."""
 
 
@@ -93,9 +97,8 @@ def evaluate_number(requested: LazyValue, apart: Collection[LazyValue] = ()) -> 
             return evaluate_number(requested)
     numbers = _numbers(requested)
     held = [(who, value) for who, value in _held_beside(requested) if value not in apart]
-    is_shared = len(numbers) > 1 or any(_reads_more(value, numbers) for _, value in held)
     refused = list[LimitError]()
-    tensor = _compute_together(requested, numbers, held, refused) if is_shared else None
+    tensor = _compute_together(requested, numbers, held, refused) if _is_shared(numbers, held) else None
     if tensor is None:
         try:
             tensor = _compute_apart(requested, numbers)
@@ -159,8 +162,7 @@ def observe(number: LazyValue, may_be_differentiated: bool = False) -> Tensor:
 def _compute_observed(number: LazyValue, held: Held) -> Tensor:
     """Compute a number without gradients: by the pass that is best for it alone, if it shares none."""
     numbers = _numbers(number)
-    is_shared = len(numbers) > 1 or any(_reads_more(value, numbers) for _, value in held)
-    if (is_shared or any(part.needs_grad for part in numbers)) and all(map(_record, numbers)):
+    if (_is_shared(numbers, held) or any(part.needs_grad for part in numbers)) and all(map(_record, numbers)):
         with contextlib.suppress(ValueError, RuleError):  # a limit, or a tensor that another one reads
             return _evaluate_beside(number, held)
     with torch.set_grad_enabled(number.needs_grad):  # it may be read again, with its gradient
@@ -169,14 +171,13 @@ def _compute_observed(number: LazyValue, held: Held) -> Tensor:
 
 def has_gradients(value: LazyValue) -> bool:
     """Return whether anything that a value is to be computed from requires grad."""
-    return any(part.needs_grad for part in uncomputed(value))
+    return value.needs_grad or any(part.needs_grad for part in computation([value]))
 
 
 def evaluate_rows(value: LazyValue) -> Tensor:
     """Compute a chunked value, and in the same passes what is held beside it.
 
-    Args:
-        value: a chunked value. Where such a pass has computed it, its tensor is handed out, once.
+    Where such a pass has computed it, its tensor is handed out, once.
     """
     if value.node is not None and value.tensor is not None:
         tensor, value.tensor = value.tensor, None
@@ -193,7 +194,7 @@ def evaluate_rows(value: LazyValue) -> Tensor:
 def settle() -> None:
     """Compute the numbers that keep what they read in memory for themselves alone, since none has a gradient."""
     for reference in list(UNSETTLED):
-        holder = cast("Holder | None", reference())
+        holder = reference()
         number = None if holder is None else holder.pending()
         if holder is not None and number is not None:
             beside = [(holder, number), *_held_beside(number)]
@@ -238,9 +239,9 @@ def _compute_together(
     return None
 
 
-def _reads_more(value: LazyValue, numbers: Sequence[LazyValue]) -> bool:
-    """Return whether a value takes a pass once some numbers are known."""
-    return value.layout is not None or not {*_numbers(value)} <= {*numbers}
+def _is_shared(numbers: Sequence[LazyValue], held: Held) -> bool:
+    """Return whether a pass is for several numbers, or for what takes a pass of its own once they are known."""
+    return len(numbers) > 1 or any(v.layout is not None or not {*_numbers(v)} <= {*numbers} for _, v in held)
 
 
 def _evaluate_beside(value: LazyValue, held: Held) -> Tensor:
@@ -283,7 +284,7 @@ def _record(number: LazyValue) -> bool:
         with contextlib.suppress(RuleError):  # of a tensor that was written to, raised where this number is computed
             value = number.waiting.shared()
         if value is not None:
-            node = LazyNode(aten.alias.default, (value,), {}, None, grad=True)
+            node = LazyNode(aten.alias.default, (value,), {}, grad=True)
             node.add_output(number)
             number.node = node
     return number.node is not None
@@ -291,7 +292,7 @@ def _record(number: LazyValue) -> bool:
 
 def _numbers(requested: LazyValue) -> list[LazyValue]:
     """Return the numbers that wait, among those that a number is made of."""
-    values = list(uncomputed(requested, lambda value: value.waiting))
+    values = computation([requested], lambda value: value.waiting)
     if any(value.waiting is None and value.node is None for value in values):
         raise RuleError(
             "a number of chunked rows was computed as part of another one, whose backward has run: what it read is "
@@ -302,12 +303,9 @@ def _numbers(requested: LazyValue) -> list[LazyValue]:
 
 def _products(value: LazyValue) -> dict[int, torch.Size]:
     """Return the sizes of the chunked products that a value depends on, by id."""
-    found: dict[int, torch.Size] = {}
-    for v in uncomputed(value):
-        _record(v)
-        if v.node is not None and v.node.op in _PRODUCTS and v.node.axis is not None:
-            found[id(v.node)] = v.shape
-    return found
+    values = computation([value], lambda v: not _record(v))
+    nodes = ((v.node, v.shape) for v in values if v.node is not None and v.node.axis is not None)
+    return {id(node): sizes for node, sizes in nodes if node.op in _PRODUCTS}
 
 
 def _axes(value: LazyValue) -> list[ChunkAxis]:
@@ -316,7 +314,7 @@ def _axes(value: LazyValue) -> list[ChunkAxis]:
     def axis_of(value: LazyValue) -> ChunkAxis | None:
         return value.node.axis if value.node is not None else None if value.waiting is None else value.waiting.axis
 
-    found = [axis_of(v) for v in uncomputed(value, axis_of)]
+    found = [axis_of(v) for v in computation([value], axis_of)]
     return list(dict.fromkeys(axis.root for axis in found if axis is not None))
 
 
@@ -341,6 +339,6 @@ def _whole(number: LazyValue, held: Held, may_be_differentiated: bool) -> LazyVa
     """Return the number that is differentiated in the pass for another one: which holds all others; None: none does."""
     can = [value for holder, value in held if holder.may_be_differentiated]
     can += [number] if may_be_differentiated else []
-    parts = [{*uncomputed(value)} - {value} for value in can]
+    parts = [{*computation([value])} - {value} for value in can]
     wholes = [value for value in can if not any(value in others for others in parts)]
     return wholes[0] if len(wholes) == 1 else number if number in wholes else None

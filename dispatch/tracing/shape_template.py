@@ -16,6 +16,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from operator import attrgetter
 
@@ -36,6 +37,7 @@ class NoTemplate(Exception):
     """The graphs of a program at several sizes have no common template; the message names a difference."""
 
 
+@dataclass(frozen=True, eq=False)
 class Number:
     """An integer as a polynomial of sizes, linear in each.
 
@@ -48,8 +50,7 @@ class Number:
         21
     """
 
-    def __init__(self, terms: dict[tuple[int, ...], int]) -> None:
-        self.terms = terms
+    terms: dict[tuple[int, ...], int]
 
     @staticmethod
     def through(points: Sequence[Sizes], values: Sequence[int]) -> Number:
@@ -139,7 +140,7 @@ class ShapeTemplate:
         if len({len(nodes) for nodes in traces}) > 1:
             raise NoTemplate(f"the graphs have {[len(nodes) for nodes in traces]} nodes")
         first = graphs[0]
-        order = [{node: i for i, node in enumerate(nodes)} for nodes in traces]
+        order = [{node: _Reference(i) for i, node in enumerate(nodes)} for nodes in traces]
         numbers = _SizeNodes(first.graph, [node for node in traces[0] if node.op == "placeholder"], places)
 
         def restore(x: PyTree) -> PyTree:
@@ -159,7 +160,7 @@ class ShapeTemplate:
                     raise NoTemplate(f"a constant of shape {list(constants[0].shape)} differs between sizes")
                 continue
             arguments = [
-                pytree.tree_map_only(fx.Node, _reference_by(at), (node.args, node.kwargs))
+                pytree.tree_map_only(fx.Node, at.__getitem__, (node.args, node.kwargs))
                 for node, at in zip(nodes, order, strict=True)
             ]
             merged = self._merge(arguments, where)
@@ -170,13 +171,7 @@ class ShapeTemplate:
 
 
 class _SizeNodes:
-    """The nodes of a graph that compute numbers from the sizes of its inputs, each once.
-
-    Args:
-        graph: the graph; the nodes are inserted after its inputs.
-        inputs: the nodes of its inputs.
-        places: the source of each size.
-    """
+    """The nodes of a graph that compute numbers from the sizes of its inputs, each once; they follow the inputs."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node], places: Sequence[Place]) -> None:
         self._graph = graph
@@ -188,19 +183,14 @@ class _SizeNodes:
         """Return the node that computes a number; a number without sizes itself."""
         key = tuple(sorted(number.terms.items()))
         if key not in self._made:
-            total: fx.Node | int = number.terms.get((), 0)
-            for product, factor in number.terms.items():
-                if product:
-                    term = self._times(factor, product)
-                    total = term if total == 0 else self._add(operator.add, term, total)
+            total: fx.Node | int = 0
+            for product, factor in key:
+                term: fx.Node | int = factor
+                for i in product:
+                    term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
+                total = term if total == 0 else self._add(operator.add, term, total)
             self._made[key] = total
         return self._made[key]
-
-    def _times(self, factor: int, product: tuple[int, ...]) -> fx.Node | int:
-        term: fx.Node | int = factor
-        for i in product:
-            term = self._sizes[i] if term == 1 else self._add(operator.mul, self._sizes[i], term)
-        return term
 
     def _add(self, function: Callable[..., object], *arguments: Argument) -> fx.Node:
         """Insert one more node, after the others."""
@@ -209,21 +199,11 @@ class _SizeNodes:
         return self._last
 
 
+@dataclass(frozen=True)
 class _Reference:
     """A node of a graph, by its index."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference) and other.index == self.index
-
-    def __hash__(self) -> int:
-        return hash(self.index)
-
-
-def _reference_by(order: dict[fx.Node, int]) -> Callable[[fx.Node], _Reference]:
-    return lambda node: _Reference(order[node])
+    index: int
 
 
 def points_needed(sizes: int) -> int:

@@ -52,12 +52,7 @@ class ColumnPasses:
         """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
 
     def fold(self, linear: LinearHead, fold: Callable[[Block], None]) -> None:
-        """Run the first pass.
-
-        Args:
-            linear: the linear layer.
-            fold: called with each block of logits, in order.
-        """
+        """Run the first pass: call `fold` with each block of logits, in order."""
         all_rows = 0, linear.hidden.shape[0]
         memory = self._allocate(linear)
         if any(linear.needs):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.logits_block import product_into, rows_at_once, scale_, uses_kernels
-from subtensors.kernels.runtime.launcher import launching_on
+from subtensors.kernels.runtime.launcher import cached_launcher
 
 BLOCK = 2048
 
@@ -40,12 +40,10 @@ def compensated_add_by_kernel(partial: Tensor, total: Tensor, lost: Tensor, firs
         lost: bfloat16, of that shape.
         first: True where nothing was added yet, and `total` and `lost` are uninitialized.
     """
-    from subtensors.kernels.cross_entropy.scale_add_kernel import compensated_add_kernel
-
     count = partial.numel()
     if count:
-        with launching_on(total.device):
-            compensated_add_kernel[(-(-count // BLOCK),)](partial, total, lost, count, FIRST=first, BLOCK=BLOCK)
+        launch = cached_launcher("cross_entropy.scale_add_kernel", "compensated_add_kernel")
+        launch(-(-count // BLOCK), (partial, total, lost), count, FIRST=first, BLOCK=BLOCK)
 
 
 def compensated_add(partial: Tensor, total: Tensor, lost: Tensor, first: bool) -> None:

@@ -14,10 +14,13 @@ float32: summed in the gradient's memory, and never rounded.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate, linear_cross_entropy
@@ -41,59 +44,12 @@ class Schedule(NamedTuple):
     accumulate: Accumulate = "exact"
 
 
-class _LossConfig(NamedTuple):
-    """The configuration of a loss, without its tensors.
-
-    Args:
-        options: the options of the cross entropy.
-        schedule: the parts in which it is computed.
-        needs: whether to compute the gradients of hidden, weight and bias.
-        shard: see `linear_cross_entropy`.
-    """
-
-    options: CrossEntropy
-    schedule: Schedule
-    needs: tuple[bool, bool, bool]
-    shard: VocabularyShard | None
-
-    def compute(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None,
-        upstream: Tensor | None = None,
-        needs: tuple[bool, bool, bool] | None = None,
-    ) -> LossAndGradients:
-        """Compute the loss and the gradients that are needed, for an upstream gradient (None: one)."""
-        rows, columns, kept, accumulate = self.schedule
-        return linear_cross_entropy(
-            hidden,
-            weight if weight.dtype is hidden.dtype else weight.to(hidden.dtype),
-            target,
-            bias,
-            options=self.options,
-            needs=self.needs if needs is None else needs,
-            rows=rows,
-            columns=columns,
-            kept=kept,
-            accumulate=accumulate,
-            upstream=upstream,
-            weight_grad_dtype=weight.dtype if accumulate == "exact" else hidden.dtype,
-            shard=self.shard,
-        )
-
-
-class _LinearLossContext(Protocol):
-    """The methods of an autograd context that are used here, and the state that forward keeps for backward."""
+class _LinearLossContext(FunctionCtx):
+    """The state that forward keeps for backward."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-    config: _LossConfig
+    compute: Callable[..., LossAndGradients]
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] | None
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -106,14 +62,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         bias: Tensor | None,
-        config: _LossConfig,
+        class_weight: Tensor | None,
+        compute: Callable[..., LossAndGradients],
         computed: LossAndGradients,
         is_deferred: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         # The weights of the classes, so that a write to them is seen.
-        ctx.save_for_backward(hidden, weight, target, bias, config.options.class_weight)
-        ctx.config = config
+        ctx.save_for_backward(hidden, weight, target, bias, class_weight)  # type: ignore[arg-type]  # None is fine
+        ctx.compute = compute
         ctx.gradients = None if is_deferred else computed[1:]
         return computed.loss
 
@@ -125,13 +82,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if upstream is None:
             gradients = (None, None, None)
         elif gradients is None:
-            gradients = ctx.config.compute(*ctx.saved_tensors[:4], upstream)[1:]
+            hidden, weight, target, bias, _ = ctx.saved_tensors
+            gradients = ctx.compute(hidden, weight.to(hidden.dtype), target, bias, upstream=upstream)[1:]
         else:
             for gradient in gradients:
                 if gradient is not None:
                     scale_(gradient, upstream)
         grad_hidden, grad_weight, grad_bias = gradients
-        return grad_hidden, grad_weight, None, grad_bias, None, None, None
+        return grad_hidden, grad_weight, None, grad_bias, *(None,) * 4
 
 
 def differentiable_cross_entropy(
@@ -178,12 +136,21 @@ def differentiable_cross_entropy(
         raise ValueError(f"weight has the dtype of hidden, {hidden.dtype}, or float32; got {weight.dtype}")
     needs_bias = grad and bias is not None and bias.requires_grad
     needs = grad and hidden.requires_grad, grad and weight.requires_grad, needs_bias
-    config = _LossConfig(options, schedule, needs, shard)
+    weight_grad_dtype = weight.dtype if schedule.accumulate == "exact" else hidden.dtype
+    compute: Callable[..., LossAndGradients] = functools.partial(
+        linear_cross_entropy,
+        options=options,
+        needs=needs,
+        **schedule._asdict(),
+        weight_grad_dtype=weight_grad_dtype,
+        shard=shard,
+    )
     is_deferred = options.reduction == "none" or hidden.dtype is torch.float16
-    computed = config.compute(hidden, weight, target, bias, needs=(False,) * 3 if is_deferred else None)
-    if not any(config.needs):
+    now = needs if not is_deferred else (False,) * 3
+    computed = compute(hidden, weight.to(hidden.dtype), target, bias, needs=now)
+    if not any(needs):
         return computed.loss
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, bias, config, computed, is_deferred
+        hidden, weight, target, bias, options.class_weight, compute, computed, is_deferred
     )
     return result

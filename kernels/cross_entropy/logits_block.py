@@ -17,7 +17,7 @@ from torch import Tensor
 
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.custom_ops import has_kernel
-from subtensors.kernels.runtime.launcher import launching_on
+from subtensors.kernels.runtime.launcher import cached_launcher
 
 SCALE_BLOCK, SCALE_PROGRAMS = 4096, 1024
 """The elements of a tile, and the programs, of the kernel that scales a gradient in place."""
@@ -164,11 +164,9 @@ def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
 
 def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
     """`scale_` of a contiguous tensor by the Triton kernel."""
-    from subtensors.kernels.cross_entropy.scale_add_kernel import scale_kernel
-
     if tensor.numel():
-        with launching_on(tensor.device):
-            scale_kernel[(SCALE_PROGRAMS,)](tensor, factor, tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
+        launch = cached_launcher("cross_entropy.scale_add_kernel", "scale_kernel")
+        launch(SCALE_PROGRAMS, (tensor, factor), tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:

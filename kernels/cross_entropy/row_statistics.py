@@ -21,7 +21,6 @@ from subtensors.kernels.cross_entropy.row_sums import (
     LogitStatistics,
     RowSums,
     StatisticsOptions,
-    Upstream,
     check_classes,
 )
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
@@ -43,16 +42,13 @@ class _RowStatistics(torch.autograd.Function):
     def forward(
         ctx: _StatisticsContext,
         logits: Tensor,
-        targets: Tensor,
-        vector: Tensor | None,
-        options: StatisticsOptions,
         scale: Tensor | None,
-        class_map: ClassMap | None,
+        sums: RowSums,
     ) -> LogitStatistics:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        check_classes(targets, logits.shape[1])
-        ctx.sums = RowSums(options, targets, vector, logits, scale=scale, class_map=class_map)
-        ctx.sums.fold(Block(logits))
+        check_classes(sums.targets, logits.shape[1])
+        ctx.sums = sums
+        sums.fold(Block(logits))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, *([] if scale is None else [scale]))
         return _result(ctx)
@@ -61,11 +57,11 @@ class _RowStatistics(torch.autograd.Function):
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         check_differentiated_once()
         if all(x is None for x in upstream):
-            return (None,) * 6
+            return (None,) * 3
         logits, *_ = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        ctx.sums.write_gradient(Block(logits), ctx.sums.factors(Upstream(*upstream)), gradient)  # type: ignore[arg-type]
-        return gradient, None, None, None, _scale_grad(ctx, 4), None
+        ctx.sums.write_gradient(Block(logits), ctx.sums.factors(upstream), gradient)
+        return gradient, _scale_grad(ctx, 1), None
 
 
 class _LinearRowStatistics(torch.autograd.Function):
@@ -75,20 +71,16 @@ class _LinearRowStatistics(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        vector: Tensor | None,
-        options: StatisticsOptions,
+        scale: Tensor | None,
+        sums: RowSums,
         columns: int,
         kept: int,
         shard: VocabularyShard | None,
-        scale: Tensor | None,
-        class_map: ClassMap | None,
     ) -> LogitStatistics:
-        ctx.weight_grad_dtype, ctx.shard = weight.dtype, shard
+        ctx.sums, ctx.weight_grad_dtype, ctx.shard = sums, weight.dtype, shard
         weight_used = weight.detach().to(hidden.dtype)
         linear = _linear(ctx, hidden, weight_used, bias)
-        check_classes(targets, linear.classes)
-        sums = ctx.sums = RowSums(options, targets, vector, hidden, scale=scale, class_map=class_map)
+        check_classes(sums.targets, linear.classes)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
         ctx.passes.fold(linear, sums.fold)
         sums.fold_shards(shard)
@@ -100,19 +92,18 @@ class _LinearRowStatistics(torch.autograd.Function):
     def backward(ctx: _StatisticsContext, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         check_differentiated_once()
         if all(x is None for x in upstream):
-            return (None,) * 11
+            return (None,) * 8
         hidden, weight, bias, *_ = ctx.saved_tensors  # which checks that nothing was written to them since the forward
         linear = _linear(ctx, hidden, weight, bias)
-        sums, factors = ctx.sums, ctx.sums.factors(Upstream(*upstream))  # type: ignore[arg-type]
+        sums, factors = ctx.sums, ctx.sums.factors(upstream)
         gradients = ctx.passes.gradients(linear, lambda block, into: sums.write_gradient(block, factors, into))
         grad_hidden, grad_weight, grad_bias = gradients
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 6,
-            _scale_grad(ctx, 9, ctx.shard),
-            None,
+            _scale_grad(ctx, 3, ctx.shard),
+            *(None,) * 4,
         )
 
 
@@ -166,11 +157,8 @@ def row_statistics(
         >>> statistics.log_sum_exp, statistics.negative_entropy
         (tensor([1.3863, 1.3863]), tensor([-1.3863, -1.3863]))
     """
-    return LogitStatistics(
-        *_RowStatistics.apply(  # type: ignore[no-untyped-call]
-            logits, targets, vector, options or StatisticsOptions(), scale, class_map
-        )
-    )
+    sums = RowSums(options or StatisticsOptions(), targets, vector, logits, scale=scale, class_map=class_map)
+    return LogitStatistics(*_RowStatistics.apply(logits, scale, sums))  # type: ignore[no-untyped-call]
 
 
 def linear_row_statistics(
@@ -214,9 +202,6 @@ def linear_row_statistics(
         >>> weight.grad.shape
         torch.Size([4, 3])
     """
-    options = options or StatisticsOptions()
-    return LogitStatistics(
-        *_LinearRowStatistics.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, vector, options, columns, kept, shard, scale, class_map
-        )
-    )
+    sums = RowSums(options or StatisticsOptions(), targets, vector, hidden, scale=scale, class_map=class_map)
+    found = _LinearRowStatistics.apply(hidden, weight, bias, scale, sums, columns, kept, shard)  # type: ignore[no-untyped-call]
+    return LogitStatistics(*found)

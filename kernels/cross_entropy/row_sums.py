@@ -6,6 +6,7 @@ kernels are tested against, which runs on a CPU and in float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,17 +72,6 @@ class LogitStatistics(NamedTuple):
     negative_entropy: Tensor | None
     expectation: Tensor | None
     argmax: Tensor | None
-
-
-class Upstream(NamedTuple):
-    """The gradients of the statistics; None for one without."""
-
-    log_sum_exp: Tensor | None
-    target_logits: Tensor | None
-    log_probabilities: Tensor | None
-    negative_entropy: Tensor | None
-    expectation: Tensor | None
-    argmax: None
 
 
 class Factors(NamedTuple):
@@ -306,22 +296,23 @@ class RowSums:
         argmax = self.argmax if self.options.argmax else None
         return LogitStatistics(log_sum_exp, self.target_logits, log_probabilities, entropy, expectation, argmax)
 
-    def factors(self, upstream: Upstream) -> Factors:
-        """Return the factors of the gradient for gradients of the statistics."""
+    def factors(self, upstream: Sequence[Tensor | None]) -> Factors:
+        """Return the factors of the gradient for gradients of the statistics, None for one without."""
         statistics = self.statistics()
+        log_sum_exp, target_logits, log_probabilities, negative_entropy, expectation, _ = upstream
         zero = torch.zeros_like(self.row_max)
-        of_softmax = zero if upstream.log_sum_exp is None else upstream.log_sum_exp.to(self.dtype)
+        of_softmax = zero if log_sum_exp is None else log_sum_exp.to(self.dtype)
         of_targets, of_entropy, of_vector = torch.zeros_like(self.target_logits), zero, zero
-        if upstream.log_probabilities is not None:
-            of_targets = upstream.log_probabilities.to(self.dtype).contiguous()
+        if log_probabilities is not None:
+            of_targets = log_probabilities.to(self.dtype).contiguous()
             of_softmax = of_softmax - of_targets.sum(0)
-        if upstream.target_logits is not None:
-            of_targets = of_targets + upstream.target_logits.to(self.dtype)
-        if upstream.negative_entropy is not None and statistics.negative_entropy is not None:
-            of_entropy = upstream.negative_entropy.to(self.dtype).contiguous()
+        if target_logits is not None:
+            of_targets = of_targets + target_logits.to(self.dtype)
+        if negative_entropy is not None and statistics.negative_entropy is not None:
+            of_entropy = negative_entropy.to(self.dtype).contiguous()
             of_softmax = of_softmax - of_entropy * statistics.negative_entropy
-        if upstream.expectation is not None and statistics.expectation is not None:
-            of_vector = upstream.expectation.to(self.dtype).contiguous()
+        if expectation is not None and statistics.expectation is not None:
+            of_vector = expectation.to(self.dtype).contiguous()
             of_softmax = of_softmax - of_vector * statistics.expectation
         # A row with an infinite logit: see `statistics`.
         log_sum = self.sum_exp.masked_fill(self.row_max.isinf(), 1.0).log()

@@ -19,7 +19,7 @@ from subtensors.chunked.torch_function import FAST_PATHS, handle_torch_function,
 from subtensors.chunked.traced_chunk import TracedChunk
 from subtensors.counts import parse_bytes
 from subtensors.dispatch.chunked.evaluation import evaluate, passes_for
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, uncomputed
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, computation, leaf_value
 from subtensors.dispatch.chunked.lower_cross_entropy import describe_expected_loss
 from subtensors.dispatch.chunked.row_layout import BoolArray, ChunkAxis, Policy
 from subtensors.dispatch.chunked.sharded_head import full_tensor
@@ -239,8 +239,7 @@ def chunk(
     """
     if torch.compiler.is_compiling():
         checked = policy(chunks, rows, memory_limit, accumulate, compile)
-        fields = (checked.chunks, checked.rows, checked.memory_limit, checked.exact, checked.compiled)
-        return TracedChunk(x, dim, *fields)  # type: ignore[return-value]  # in place of a chunked tensor
+        return TracedChunk(x, dim, *checked)  # type: ignore[return-value]  # in place of a chunked tensor
     divided = cached_policy(chunks, rows, memory_limit, accumulate, compile)
     if UNSETTLED:
         settle()
@@ -305,13 +304,7 @@ def chunked_padding(x: PaddedTensor, dim: int, policy: Policy) -> PaddedTensor:
 
 
 def chunked(x: Tensor, dim: int, policy: Policy, is_valid: BoolArray | None = None) -> ChunkedTensor:
-    """Return a tensor, chunked along a dim by a policy.
-
-    Args:
-        x: the tensor.
-        dim: the dim.
-        policy: how its rows are divided.
-        is_valid: of each row, whether it is more than padding; None: all may be.
+    """Return a tensor, chunked along a dim by a policy; `is_valid` tells rows from padding, see `ChunkAxis`.
 
     Raises:
         TypeError, RuleError, SizeError, IndexError: see `chunk`.
@@ -361,7 +354,7 @@ def _description(describe: Callable[[], str | None]) -> str | None:
 
 def _op_count(value: LazyValue) -> int:
     """Return the number of recorded ops that a value is to be computed by."""
-    return len({found.node for found in uncomputed(value)} - {None})
+    return len({found.node for found in computation([value])} - {None})
 
 
 def _chunk_in_program(x: Tensor, dim: int, *division: int | bool | None) -> ChunkedTensor:

@@ -142,16 +142,8 @@ def chunked_program(
 
 
 @chunked_program.register_fake
-def _(
-    tensors: list[Tensor],
-    source: str,
-    ints: list[int],
-    floats: list[float],
-    needs: list[bool],
-    deferred: bool,
-    sizes: list[int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, list[Tensor]]:
+def _(tensors: list[Tensor], *others: PyTree) -> tuple[Tensor, list[Tensor]]:
+    *_, needs, deferred, sizes, dtype = others
     inputs = [t for t, n in zip(tensors, needs, strict=True) if n and not deferred]
     return tensors[0].new_empty(sizes, dtype=dtype), [torch.empty_like(t) for t in inputs]
 
@@ -167,10 +159,8 @@ def chunked_program_gradients(
 
 
 @chunked_program_gradients.register_fake
-def _(
-    tensors: list[Tensor], source: str, ints: list[int], floats: list[float], needs: list[bool], upstream: Tensor
-) -> list[Tensor]:
-    return [torch.empty_like(t) for t, n in zip(tensors, needs, strict=True) if n]
+def _(tensors: list[Tensor], *others: PyTree) -> list[Tensor]:
+    return [torch.empty_like(t) for t, n in zip(tensors, others[-2], strict=True) if n]
 
 
 class _ProgramContext(FunctionCtx):
@@ -207,18 +197,9 @@ def _backward(ctx: _ProgramContext, upstream: Tensor | None, *others: object) ->
             found = [_times(g, upstream) for g in saved]
         for place, gradient in zip((n for n, needed in enumerate(ctx.needs) if needed), found, strict=True):
             gradients[place] = gradient
-    _, ints, floats = ctx.program
     # An empty list is taken for a list of tensors, whose gradients are a list.
-    empty: list[Tensor] = []
-    return (
-        gradients,
-        None,
-        *(None if x else empty for x in (ints, floats)),
-        None,
-        None,
-        None if ctx.sizes else empty,
-        None,
-    )
+    ints, floats, sizes = (None if x else list[Tensor]() for x in (*ctx.program[1:], ctx.sizes))
+    return gradients, None, ints, floats, None, None, sizes, None
 
 
 def _times(gradient: Tensor, number: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, NeedsMaterialize, rechunked, recording, replicated
 from subtensors.dispatch.chunked.record import ChunkedCall, record, with_gradient_of
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
-from subtensors.dispatch.chunked.shared_pass import hold
+from subtensors.dispatch.chunked.shared_pass import Holder, hold
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
@@ -33,7 +33,7 @@ Metadata: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype, torch.dev
 """Sizes, strides, dtype and device."""
 
 
-class AliasRef:
+class AliasRef(Holder):
     """A reference to a value that in-place ops replace. A view refers to its base: each sees writes to the other.
 
     Args:
@@ -41,7 +41,7 @@ class AliasRef:
         borrowed: whether it stands for a plain tensor of the caller, whose memory recording must not write.
     """
 
-    __slots__ = ("__weakref__", "_value", "base", "base_writes", "borrowed", "view_call", "writes")
+    __slots__ = ("_value", "base", "base_writes", "borrowed", "view_call", "writes")
 
     def __init__(self, value: LazyValue, borrowed: bool = False) -> None:
         self._value, self.borrowed = value, borrowed
@@ -50,21 +50,9 @@ class AliasRef:
         self.base_writes = self.writes = 0
 
     def make_view_of(self, base: AliasRef, op: OpOverload, args: Args, kwargs: Kwargs, index: int) -> AliasRef:
-        """Make this a view of a base, and return it.
-
-        Args:
-            base: the reference that it is a view of.
-            op: the op that took the view.
-            args, kwargs: its arguments after the base.
-            index: the index of the view among the results of the op.
-        """
+        """Make this the view of a base that result `index` of an op on it and further arguments is; return it."""
         self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
         return self
-
-    @property
-    def may_be_differentiated(self) -> bool:
-        """True of a number whose gradient the user can ask for."""
-        return False
 
     def pending(self) -> LazyValue | None:
         """Return a chunked value of few elements, such as one a row; None where its tensor is known, or for others."""
@@ -73,9 +61,6 @@ class AliasRef:
         if layout is None or value.node is None or value.tensor is not None or not is_current:
             return None
         return value if value.like.numel() < layout.axis.elements else None
-
-    def take_notice(self) -> None:
-        """Take notice that the value may be known."""
 
     @property
     def needs_grad(self) -> bool:
@@ -277,31 +262,30 @@ def graph_node(x: LazyTensor) -> torch.autograd.graph.Node | None:
 
 def inner_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     """Return a tensor of the reference for the ops beneath autograd: it does not require grad."""
-    return _wrapper(kind, ref, False)
+    return _wrapper(kind, ref, None)
 
 
 def user_tensor(kind: type[LazyTensor], ref: AliasRef) -> LazyTensor:
     """Return a tensor of the reference for the user: it requires grad where the value does."""
     if type(ref) is AliasRef and ref._value.node is not None and ref.pending() is not None:
         hold(ref, ref._value)
-    return _wrapper(kind, ref, ref.needs_grad)
+    return _wrapper(kind, ref, GRADIENT_HOOKS if ref.needs_grad else None)
 
 
 def number_tensor(kind: type[LazyTensor], ref: AliasRef, hook: Hook | None) -> LazyTensor:
     """Return a tensor of the reference to a number; it requires grad where `hook` is to be called with its gradient."""
-    return _wrapper(kind, ref, hook is not None, None if hook is None else OrderedDict({0: hook}))
+    return _wrapper(kind, ref, None if hook is None else OrderedDict({0: hook}))
 
 
-def _wrapper(
-    kind: type[LazyTensor], ref: AliasRef, needs_grad: bool, hooks: OrderedDict[int, Hook] | None = None
-) -> LazyTensor:
+def _wrapper(kind: type[LazyTensor], ref: AliasRef, hooks: OrderedDict[int, Hook] | None) -> LazyTensor:
+    """Return a tensor of the reference, which requires grad where there are hooks for its gradient."""
     sizes, strides, dtype, device = ref.metadata()
     with torch._C.DisableTorchFunctionSubclass():
         out: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[assignment]
-            kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=needs_grad
+            kind, sizes, strides=strides, dtype=dtype, device=device, requires_grad=hooks is not None
         )
-        if needs_grad:
-            set_leaf_hooks(out, GRADIENT_HOOKS if hooks is None else hooks)
+        if hooks is not None:
+            set_leaf_hooks(out, hooks)
     out._ref = ref
     return out
 

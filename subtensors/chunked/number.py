@@ -128,11 +128,7 @@ class NumberRef(AliasRef):
 
 
 class DetachedRef(AliasRef):
-    """A reference to a number without its gradient, in the memory of the number.
-
-    Args:
-        number: the reference to the number.
-    """
+    """A reference to a number without its gradient, in the memory of the number."""
 
     __slots__ = ("number",)
 
@@ -330,7 +326,7 @@ def _check_unobserved(x: object) -> None:
 
 def _plain(x: ChunkedNumber, is_read: bool) -> Tensor:
     """Return the plain tensor in place of a number, connected to the function that returned the number itself."""
-    tensor = x._ref.tensor(is_read) if isinstance(x._ref, NumberRef) else _plain_of(x._ref, is_read)
+    tensor = _plain_of(x._ref, is_read)
     with torch._C.DisableTorchFunctionSubclass():
         function = x.grad_fn
     if function is None:
@@ -398,9 +394,13 @@ _UPDATES = _functions("add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv
 """Functions that make such a number of their first operand."""
 
 _GETTERS = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_sparse is_quantized is_nested is_meta"
-_METADATA = _functions("size dim stride numel is_floating_point is_complex element_size is_contiguous __hash__")
-_METADATA |= {getattr(Tensor, name).__get__ for name in _GETTERS.split()}
-"""Functions that the tensor's own metadata answers."""
+METADATA_QUERIES = _functions(
+    "size dim stride numel is_floating_point is_complex element_size is_contiguous __len__ __hash__"
+)
+"""Functions that the tensor's own metadata answers, without its values."""
+
+_METADATA = METADATA_QUERIES | {getattr(Tensor, name).__get__ for name in _GETTERS.split()}
+"""The same, and getters."""
 
 _READS = _functions(
     """item tolist isnan isfinite isinf __float__ __int__ __bool__ __index__ __format__ __lt__ __gt__

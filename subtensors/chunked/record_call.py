@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +38,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 from subtensors.dispatch.chunked.record import ChunkedCall
 from subtensors.dispatch.chunked.rules import record
 from subtensors.dispatch.chunked.sharded_head import full_tensor, gathered, is_distributed
+from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
@@ -64,9 +64,8 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
         NeedsMaterialize: an op can't be recorded.
     """
     grad = torch.is_grad_enabled()
-    users: dict[int, LazyTensor] = {}
+    users: dict[int, Tensor] = {}
     borrowed: dict[int, LazyTensor] = {}
-    lenders: dict[int, Tensor] = {}
 
     def lower(x: PyTree) -> PyTree:
         if isinstance(x, LazyTensor):
@@ -81,27 +80,24 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
             if id(x) not in borrowed:
                 value = gathered(x, grad) if is_distributed(x) and is_sharded else constant(full_tensor(x))
                 borrowed[id(x)] = inner_tensor(kind, AliasRef(value, borrowed=True))
-                lenders[id(borrowed[id(x)]._ref)] = x
+                users[id(borrowed[id(x)]._ref)] = x
             return borrowed[id(x)]
         return full_tensor(x)
 
     inner_args, inner_kwargs = tree_map((args, kwargs), lower)
-    writes = {key: alias_ref(x).writes for key, x in users.items()}
+    writes = [(x, alias_ref(x).writes) for x in users.values() if isinstance(x, LazyTensor)]
     records_first = _RecordsFirst(kind) if has_dispatch_mode() else nullcontext()
     with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass(), records_first:
         out = func(*inner_args, **inner_kwargs)
-    for key, x in users.items():
-        if alias_ref(x).writes != writes[key]:
+    for x, count in writes:
+        if alias_ref(x).writes != count:
             update_requires_grad(x)
 
     def lift(x: PyTree) -> PyTree:
         if not isinstance(x, LazyTensor):
             return x
-        key = id(x._ref)
-        if key in users:
-            return users[key]
-        if key in lenders:
-            return lenders[key]
+        if id(x._ref) in users:
+            return users[id(x._ref)]
         # A view without the rows may still be written through.
         is_plain = x._ref.value.layout is None and x._ref.base is None
         return kind.result_of(x._ref.value) if is_plain else user_tensor(kind, x._ref)
@@ -110,11 +106,7 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
 
 
 class _RecordsFirst(TorchDispatchMode):
-    """A mode around which other modes see no op on lazy tensors: they see the ops of each chunk instead.
-
-    Args:
-        kind: the type of the lazy tensors.
-    """
+    """A mode around which other modes see no op on lazy tensors: they see the ops of each chunk instead."""
 
     def __init__(self, kind: type[LazyTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,14 +217,13 @@ def detach_in_place(kind: type[LazyTensor], input: LazyTensor) -> LazyTensor:
     return input
 
 
-def generator_states(args: Args) -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """Return the states of the generators that a call may draw from, and the functions that set them."""
-    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    for x in args:
-        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
-            states.append((partial(torch.cuda.set_rng_state, device=x.device), torch.cuda.get_rng_state(x.device)))
-            break
-    return states
+def generator_states(args: Args) -> list[tuple[torch.Generator, Tensor]]:
+    """Return the generators that a call may draw from, and their states."""
+    gpu = next((x.device for x in args if isinstance(x, Tensor) and x.is_cuda), None)
+    generators = [torch.default_generator]
+    if gpu is not None and not torch.cuda.is_current_stream_capturing():
+        generators.append(capture.generator_of(gpu))
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -260,8 +251,7 @@ def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -
         if tensor.is_inference() or tensor._version != version:
             value = constant(tensor)
             if layout is not None:
-                axis = layout.axis.selection(tensor.shape[layout.dim], tensor.numel())
-                value = leaf_value(tensor, layout.dim, axis)
+                value = leaf_value(tensor, layout.dim, layout.axis.selection(tensor, layout.dim))
             try:
                 x._ref.write(value)
             except NeedsMaterialize as missing:

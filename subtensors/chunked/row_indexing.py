@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyTensor, alias_ref, user_tensor
-from subtensors.dispatch.chunked.evaluation import input_tensor
-from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, recording
+from subtensors.dispatch.chunked.evaluation import evaluate
+from subtensors.dispatch.chunked.lazy_graph import LazyValue, leaf_value, recording, replicated
 from subtensors.dispatch.chunked.match_logits import LinearLogits, is_input, match_linear_logits
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.chunked.sharded_head import full_tensor
 
 aten = torch.ops.aten
@@ -47,7 +46,9 @@ def indexed_rows(kind: type[LazyTensor], x: object, key: object) -> Tensor | Non
         if found is None or (found[1] is not None and dims == value.ndim):
             return None
         hidden, layer = found
-        selected = _of_other_rows(layer, _rechunk_rows(hidden[first], layout, dims, value), value.dtype)
+        rows, per_row = hidden[first], Fraction(math.prod(value.shape[:dims]), max(layout.axis.size, 1))
+        leaf = leaf_value(rows, 0, layout.axis.selection(rows, 0, per_row))
+        selected = _of_other_rows(layer, leaf, value.dtype)
     return user_tensor(kind, AliasRef(selected))
 
 
@@ -55,9 +56,9 @@ def _input_of(value: LazyValue) -> tuple[Tensor, LinearLogits | None] | None:
     """Return the input (..., H) that a value (..., H or V) is, or is a linear layer of, and the layer."""
     layer = None if is_input(value) else match_linear_logits(value)
     if layer is not None:
-        hidden = layer.rows_of(input_tensor(layer.hidden), OpOverload.__call__)
+        hidden = layer.rows_of(evaluate(replicated(layer.hidden, through_casts=True)), OpOverload.__call__)
         return hidden.view(*value.shape[:-1], hidden.shape[-1]), layer
-    return (input_tensor(value), None) if is_input(value) else None
+    return (evaluate(replicated(value, through_casts=True)), None) if is_input(value) else None
 
 
 def _of_other_rows(layer: LinearLogits | None, rows: LazyValue, dtype: torch.dtype) -> LazyValue:
@@ -104,9 +105,8 @@ def _sequences(
     if value is None or layout is None or dim != 0 or layout.dim != 0 or layout.runs != 1 or value.ndim != 3:
         return None
     assert isinstance(x, LazyTensor)
-    policy = layout.axis.policy
-    if policy.rows is not None:  # chunks of all sequences together hold as much as chunks of the batch
-        policy = replace(policy, rows=max(1, policy.rows * value.shape[1] // max(value.shape[0], 1)))
+    # Chunks of all sequences together hold as much as chunks of the batch.
+    per_row = Fraction(value.shape[1], max(value.shape[0], 1))
     grad = torch.is_grad_enabled() and value.needs_grad
     with recording(grad), torch.set_grad_enabled(grad):
         found = _input_of(value)
@@ -114,19 +114,10 @@ def _sequences(
             return None
         refs = []
         for index, sequence in select(found[0]).items():
-            axis = layout.axis.selection(sequence.shape[0], sequence.numel(), policy)
+            axis = layout.axis.selection(sequence, 0, per_row)
             ref = AliasRef(_of_other_rows(found[1], leaf_value(sequence, 0, axis), value.dtype))
             refs.append(ref.make_view_of(alias_ref(x), aten.select.int, (0, index), {}, 0))
     return tuple([user_tensor(kind, ref) for ref in refs])
-
-
-def _rechunk_rows(rows: Tensor, layout: RowLayout, dims: int, of: LazyValue) -> LazyValue:
-    """Return selected rows, chunked like the first dims of the value that they were selected from."""
-    policy = layout.axis.policy
-    if policy.rows is not None:
-        rows_per_row = math.prod(of.shape[:dims]) / max(layout.axis.size, 1)
-        policy = replace(policy, rows=max(1, int(policy.rows * rows_per_row)))
-    return leaf_value(rows, 0, layout.axis.selection(rows.shape[0], rows.numel(), policy))
 
 
 def index_select_rows(kind: type[LazyTensor], x: object, dim: object, index: object) -> Tensor | None:

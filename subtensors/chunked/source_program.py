@@ -35,23 +35,18 @@ VIEWS = frozenset(
 """Calls whose result may share the memory of its operand."""
 
 _STEPS = VIEWS | frozenset(
-    """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize relu relu6 gelu
-    silu mish elu selu celu glu leaky_relu prelu hardtanh hardswish hardsigmoid log_sigmoid softplus softsign softshrink
-    hardshrink tanhshrink threshold embedding one_hot pad long int bool clone where clamp clip square cat concat stack
-    tril triu diagonal diag put copied cumsum logcumsumexp flip roll dropout truediv rtruediv rdiv floordiv rfloordiv
-    mod rmod invert and or xor fill_padding mask_gradient""".split()
+    """linear matmul mm bmm einsum layer_norm rms_norm group_norm softmax log_softmax softmin normalize glu prelu
+    softsign tanhshrink embedding one_hot pad long int bool cat concat stack tril triu diagonal diag put copied cumsum
+    logcumsumexp flip roll dropout truediv rtruediv floordiv rfloordiv mod rmod invert and or xor fill_padding
+    mask_gradient""".split()
 )
 """Calls, besides pointwise ops, whose result has the rows of their operand and is as wide."""
 
 _ENDS = frozenset(
-    """cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-    binary_cross_entropy_with_logits soft_margin_loss poisson_nll_loss gaussian_nll_loss cosine_similarity
-    pairwise_distance cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss
-    multilabel_margin_loss multilabel_soft_margin_loss hinge_embedding_loss sum mean nansum nanmean prod logsumexp
-    amax amin argmax argmin norm vector_norm var std any all count_nonzero gather take_along_dim dot trace
-    index_select""".split()
+    """cross_entropy gaussian_nll_loss cosine_similarity pairwise_distance multilabel_soft_margin_loss sum vector_norm
+    any all gather take_along_dim dot trace index_select""".split()
 )
-"""Calls that end a program: their result is a number, or a few numbers a row."""
+"""Calls, besides reductions and their losses, that end a program: their result is a number, or a few numbers a row."""
 
 _SPLITS = frozenset("chunk split unbind tensor_split".split())
 """Calls with several results, which are views."""
@@ -151,11 +146,7 @@ def _steps_before(last: ProgramStep) -> list[ProgramStep]:
 
 
 class ProgramSource:
-    """The source of the program that ends with a step, and the tensors and numbers that it reads.
-
-    Args:
-        last: the step whose result the program returns.
-    """
+    """The source of the program that ends with a step, and the tensors and numbers that it reads."""
 
     def __init__(self, last: ProgramStep) -> None:
         self.tensors: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.chunked.lazy_tensor import AliasRef, LazyLinear, LazyTensor, alias_ref, user_tensor
-from subtensors.chunked.number import ChunkedNumber, may_wait, result_of_rows, waiting_number
+from subtensors.chunked.number import METADATA_QUERIES, ChunkedNumber, may_wait, result_of_rows, waiting_number
 from subtensors.chunked.record_call import (
     call_materialized,
     check_not_transformed,
@@ -45,7 +45,8 @@ from subtensors.dispatch.chunked.linear_loss import (
 )
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
+from subtensors.dispatch.chunked.row_forms import row_form
+from subtensors.dispatch.chunked.row_losses import record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops import linear_cross_entropy as functional
@@ -68,7 +69,7 @@ Kind: TypeAlias = type[LazyTensor]
 def is_metadata_query(func: Callable[..., object]) -> bool:
     """Return whether a function reads only metadata, such as sizes and dtype."""
     getter = getattr(func, "__name__", "") == "__get__"
-    return func in _METADATA_QUERIES or (getter and func not in _VIEW_GETTERS)
+    return func in METADATA_QUERIES or (getter and func not in _VIEW_GETTERS)
 
 
 def handle_torch_function(
@@ -122,8 +123,8 @@ def handle_torch_function(
         if "not allocated" not in str(error) and "data pointer" not in str(error):
             raise
         missing = NeedsMaterialize(getattr(func, "__name__", func), "it reads its operand's memory")
-    for set_state, state in states:  # ops that were recorded before may have drawn random numbers
-        set_state(state)
+    for generator, state in states:  # ops that were recorded before may have drawn random numbers
+        generator.set_state(state)
     result = call_materialized(func, args, kwargs)
     log_fallback(missing)  # not in front of an error of the program's own
     return result
@@ -234,12 +235,13 @@ def _nll_loss(
     options = cross_entropy_options(weight, ignore_index, 0.0, reduction)
     if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
-    scores = alias_ref(input).value
-    logits = log_softmax_input(scores)
-    is_other = logits is scores or logits.dtype != scores.dtype or target.ndim != 1
-    if size_average is not None or reduce is not None or is_other:
+    if size_average is not None or reduce is not None or target.ndim != 1:
         return None
-    return _class_loss(kind, logits, target, options)
+    scores = alias_ref(input).value
+    form = row_form(scores)
+    if form is None or not form.is_log_softmax or form.is_clamped or form.logits.dtype != scores.dtype:
+        return None
+    return _class_loss(kind, form.logits, target, options)
 
 
 def _with_aten_arguments(loss: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -290,15 +292,7 @@ def _class_loss(kind: Kind, logits: LazyValue, target: Tensor, options: CrossEnt
         loss = alone()
         if loss is not None:
             return loss
-    return _as_user_tensor(kind, shared)
-
-
-def _as_user_tensor(kind: Kind, record_value: Callable[[], LazyValue | None]) -> Tensor | None:
-    """Record a value and return the tensor for its user; None if it can't be recorded."""
-    try:
-        value = record_value()
-    except NeedsMaterialize:
-        return None
+    value = shared()
     if value is None:
         return None
     return result_of_rows(value) if value.layout is None else user_tensor(kind, AliasRef(value))
@@ -371,21 +365,12 @@ def _add_backward_hook(x: LazyTensor, hook: Callable[[Tensor], Tensor]) -> None:
         layout.axis.add_backward_hook(hook)
 
 
-def _methods(names: str) -> set[object]:
-    return {getattr(Tensor, name) for name in names.split()}
-
-
-_METADATA_QUERIES = {torch.is_floating_point, torch.is_complex, torch.numel} | _methods(
-    "size dim stride numel is_floating_point is_complex element_size is_contiguous __len__ __hash__"
-)
-"""Functions that the tensor's own metadata answers, without its values."""
-
 _VIEW_GETTERS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
-_READS_MEMORY = {torch.autograd.backward, torch.autograd.grad} | _methods(
-    """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__ __iter__
-    __contains__"""
-)
+_MEMORY_METHODS = """backward numpy tolist __array__ __deepcopy__ __reduce_ex__ data_ptr untyped_storage __dlpack__
+__iter__ __contains__"""
+
+_READS_MEMORY = {torch.autograd.backward, torch.autograd.grad, *(getattr(Tensor, x) for x in _MEMORY_METHODS.split())}
 """Functions that need the memory or the numbers."""
 
 _OTHERS_GRADIENT = "its gradient goes to the tensor that was chunked; call it on that, or on realize()"

@@ -200,13 +200,7 @@ def _checked(x: TracedChunk) -> TracedChunk:
 
 
 def _trace_call(function: Callable[..., PyTree], name: str, args: Args, kwargs: Kwargs) -> PyTree:
-    """Note a call with traced chunks among its arguments, and trace it on their full values.
-
-    Args:
-        function: the function that is called.
-        name: its name.
-        args, kwargs: its arguments.
-    """
+    """Note a call with traced chunks among its arguments, and trace it on their full values."""
     if name in UNSUPPORTED:
         raise RuleError(
             f"{name} on chunked values: their gradient goes to the tensor that was chunked; call it on that"

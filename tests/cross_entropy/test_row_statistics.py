@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
-from subtensors.kernels.cross_entropy import logits_block, row_sums
+from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.logits_block import Block, Tile
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics, row_statistics
 from subtensors.kernels.cross_entropy.row_sums import ClassMap, LogitStatistics, RowSums, StatisticsOptions
@@ -138,7 +138,7 @@ def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torc
                 sums.fold(block)
             found = sums.statistics()
             kept = [u.float().to(values.device) * x.isfinite() for u, x in zip(upstream, found[:5], strict=True)]
-            factors = sums.factors(row_sums.Upstream(*kept, None))
+            factors = sums.factors((*kept, None))
             for block in blocks:
                 sums.write_gradient(block, factors, into[:, slice(*block.columns)])
         size = float(values[values.isfinite()].abs().max())

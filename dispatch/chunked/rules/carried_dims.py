@@ -35,10 +35,7 @@ class Rows:
         labels = self.labels[id(value)]
         if self.label not in labels:
             return replicated(value)
-        dim = labels.index(self.label)
-        if value.shape[dim] == 1 and self.layout.dim_size != 1:
-            return replicated(value)
-        return sliced(value, self.layout.with_dim(dim))
+        return sliced(value, self.layout.with_dim(labels.index(self.label)))
 
 
 def rows_of(call: ChunkedCall, found: DimMap) -> Rows:
@@ -83,9 +80,8 @@ def carry(call: ChunkedCall) -> PyTree:
         if meta.shape[dim] != layout.dim_size:
             raise call.unchunkable("its result is larger than its operands along the chunked dim")
         outs.append(layout.with_dim(dim))
-    operands = rows.operand
     if found.sizes:
         (out,) = outs
         sizes = [chunk_dim_size(out) if d == out.dim else size for d, size in enumerate(metas.shape)]
         call.replace(found.sizes, sizes)
-    return call.emit(outs, layout.axis, operands, metas=metas)
+    return call.emit(outs, rows.operand, metas=metas)

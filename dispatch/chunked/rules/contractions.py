@@ -32,20 +32,15 @@ PLAIN_PRODUCTS: dict[OpOverload, OpOverload] = {
 }
 
 
-@RULES.register(*PLAIN_PRODUCTS)
-def with_added(call: ChunkedCall, beta: float, alpha: float) -> PyTree:
-    """Record beta * added + alpha * product; scaled ones in ops that are chunked one by one."""
+@RULES.register(aten.mm.default, *PLAIN_PRODUCTS)
+def matrix_product(call: ChunkedCall) -> PyTree:
+    """Record a product, once for the same operands; a scaled one with an addend in ops that are chunked one by one."""
+    beta, alpha = call.get("beta", 1), call.get("alpha", 1)
     if (beta, alpha) == (1, 1):
         return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
     added, *factors = call.values
     scaled = record(aten.mul.Scalar, record(PLAIN_PRODUCTS[call.op], *factors), alpha)
     return scaled if beta == 0 else record(aten.add.Tensor, scaled, record(aten.mul.Scalar, added, beta))
-
-
-@RULES.register(aten.mm.default)
-def matrix_product(call: ChunkedCall) -> PyTree:
-    """Record a product, or return that of an earlier call with the same operands."""
-    return _once(call.op, tuple(call.values), is_differentiated(), lambda: carry(call))
 
 
 @RULES.register(OpClass.CONTRACTION, across=True)
@@ -58,7 +53,7 @@ def product(call: ChunkedCall) -> PyTree:
     if call.op in PLAIN_PRODUCTS:
         added, *factors = call.values
         return record(aten.add.Tensor, record(PLAIN_PRODUCTS[call.op], *factors), added)
-    return call.emit([Combine.SUM], rows.layout.axis, rows.operand)
+    return call.emit([Combine.SUM], rows.operand)
 
 
 def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, grad: bool) -> LazyValue:
@@ -74,11 +69,11 @@ def linear_layer(rows: LazyValue, weight: LazyValue, bias: LazyValue | None, gra
         (N, V), chunked along N.
     """
     layout = rows.row_layout
-    transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), [None], None, grad)
+    transposed = emit(aten.t.default, (weight,), {}, weight.meta.t(), grad=grad)
     meta = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device="meta")
     factors = (rows, transposed) if bias is None else (bias, rows, transposed)
     op = aten.mm.default if bias is None else aten.addmm.default
-    return _once(op, factors, grad, lambda: emit(op, factors, {}, meta, [layout], layout.axis, grad))
+    return _once(op, factors, grad, lambda: emit(op, factors, {}, meta, [layout], grad))
 
 
 _products: weakref.WeakValueDictionary[Hashable, LazyValue] = weakref.WeakValueDictionary()

@@ -27,7 +27,7 @@ def triangle(call: ChunkedCall) -> PyTree:
     call.replace("diagonal", 0)
     meta = call.infer()
     call.replace("diagonal", PerChunk(lambda span: diagonal + sign * layout.window(span)[0]))
-    return call.emit([layout], layout.axis, lambda v: v, metas=meta)
+    return call.emit([layout], metas=meta)
 
 
 @RULES.register(view_dims.diagonal, across=True)
@@ -39,7 +39,7 @@ def diagonal(call: ChunkedCall, offset: int, dim1: int) -> PyTree:
         raise call.unchunkable("its diagonal does not have all the rows")
     sign = 1 if layout.dim == normalized(dim1, value.ndim) else -1
     call.replace("offset", PerChunk(lambda span: sign * layout.window(span)[0]))
-    return call.emit([layout.with_dim(meta.ndim - 1)], layout.axis, lambda v: v, metas=meta)
+    return call.emit([layout.with_dim(meta.ndim - 1)], metas=meta)
 
 
 @RULES.register(view_dims.scatter_part, across=True)
@@ -65,7 +65,7 @@ def replace_rows(call: ChunkedCall) -> PyTree:
         return torch.slice_scatter(part, source, dim, first, first + count) if count else part
 
     first = PerChunk(lambda span: max(rows.window(span)[0] + start - layout.window(span)[0], 0))
-    return emit(replaced, (value, sliced(source, rows), first), {}, value.meta, [layout], layout.axis)
+    return emit(replaced, (value, sliced(source, rows), first), {}, value.meta, [layout])
 
 
 @RULES.register(sample_dims.new, across=True)

@@ -65,7 +65,7 @@ def index(call: ChunkedCall, x: LazyValue, indices: Indices) -> PyTree:
 
     full_indices = [None if i is None else replicated(i) for i in indices]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(read, (x, full_indices, start), {}, metas, [Combine.SUM], layout.axis)
+    return emit(read, (x, full_indices, start), {}, metas, [Combine.SUM])
 
 
 def _checked_rows(rows: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
@@ -116,4 +116,4 @@ def index_put(call: ChunkedCall, x: LazyValue, indices: Indices, values: LazyVal
 
     full_indices = [None if i is None else replicated(i) for i in indices]
     start = PerChunk(lambda span: layout.window(span)[0])
-    return emit(write, (x, full_indices, start, replicated(values)), {}, x.meta, [layout], layout.axis)
+    return emit(write, (x, full_indices, start, replicated(values)), {}, x.meta, [layout])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, constant, emit, known_tensor, replicated
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record, sliced
@@ -45,9 +42,7 @@ def nll_loss(call: ChunkedCall) -> PyTree:
     rows = layout.with_dim(max(layout.dim - 1, 0))
     losses, nothing = call.emit(
         [rows, None],
-        layout.axis,
         lambda v: v if v is log_probs else sliced(v, rows) if v is target else replicated(v),
-        op=_plain_function(call.op),
         metas=metas,
     )
     if reduction == NONE:
@@ -84,16 +79,6 @@ def _nll_of_chunked_classes(call: ChunkedCall, reduction: int) -> PyTree:
     return cast(out, dtype), cast(weights, dtype)
 
 
-def _plain_function(op: OpOverload) -> Callable[..., PyTree]:
-    """Return a function that calls the op, with its name."""
-
-    def losses(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return op(*args, **kwargs)
-
-    losses.__name__ = str(op).removeprefix("aten.")
-    return losses
-
-
 def _total_weight(
     target: LazyValue, weight: LazyValue | None, ignored: int, dtype: torch.dtype, device: torch.device
 ) -> LazyValue:
@@ -113,5 +98,5 @@ def _total_weight(
             return constant(summed(tensor, weights))
     meta = torch.empty((), dtype=dtype, device="meta")
     operands = replicated(target), weight if weight is None else replicated(weight)
-    total: LazyValue = emit(summed, operands, {}, meta, [None], None)
+    total: LazyValue = emit(summed, operands, {}, meta)
     return total

@@ -95,7 +95,7 @@ def _draw_by_seed(
         return _concatenate(parts, chunk)
 
     args, kwargs = call.with_values(to_operand)
-    return emit(draw, (PerChunk(lambda span: span), *args), kwargs, metas, layouts, axis)
+    return emit(draw, (PerChunk(lambda span: span), *args), kwargs, metas, layouts)
 
 
 def _rows_within(meta: Tensor, rows: int, limit: int | None) -> int:
@@ -108,7 +108,5 @@ def _concatenate(parts: list[PyTree], layout: RowLayout) -> PyTree:
     """Concatenate the parts of a chunk; of several results, each."""
     if not isinstance(parts[0], Tensor):
         return tuple(_concatenate(list(results), layout) for results in zip(*parts, strict=True))
-    dim, outer = layout.dim, layout.runs
-    if outer == 1:
-        return torch.cat(parts, dim)
-    return torch.cat([p.unflatten(dim, (outer, p.shape[dim] // outer)) for p in parts], dim + 1).flatten(dim, dim + 1)
+    dim, runs = layout.dim, layout.runs
+    return torch.cat([p.unflatten(dim, (runs, p.shape[dim] // runs)) for p in parts], dim + 1).flatten(dim, dim + 1)

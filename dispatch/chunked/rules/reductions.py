@@ -31,15 +31,15 @@ def reduction(call: ChunkedCall) -> PyTree:
         return merge(call, value, listed(call.get("dim"), value.ndim))
     if monoid is None:
         raise call.unchunkable("it reduces over the rows")
-    return _summed(call, value) if monoid is SUM else _stacked(call, value, monoid.combine, 0)
+    if monoid is SUM:
+        return call.emit([Combine.SUM])
+    return _stacked(call, value, monoid.combine, 0)
 
 
 def sum_over_rows(value: LazyValue, dims: list[int], keepdim: bool, dtype: torch.dtype) -> LazyValue:
     """Record the sum over dims that hold the rows, accumulated in float32 or wider."""
-    layout = value.row_layout
     call = ChunkedCall(aten.sum.dim_IntList, (value, dims, keepdim), {"dtype": arithmetic_dtype(dtype)})
-    summed = call.emit([Combine.SUM], layout.axis, lambda v: v)
-    return cast(summed, dtype)
+    return cast(call.emit([Combine.SUM]), dtype)
 
 
 def cast(value: LazyValue, dtype: torch.dtype) -> LazyValue:
@@ -59,17 +59,11 @@ def _mean(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     return cast(record(aten.div.Tensor, summed, count), dtype)
 
 
-def _summed(call: ChunkedCall, value: LazyValue) -> LazyValue:
-    """Record the sum of each chunk's result."""
-    part: LazyValue = call.emit([Combine.SUM], value.row_layout.axis, lambda v: v)
-    return part
-
-
 def _stacked(call: ChunkedCall, value: LazyValue, merge: Callable[..., Tensor], *options: int) -> LazyValue:
     """Record each chunk's result, stacked, and a merge of the stack."""
     meta = call.infer()
-    parts = call.emit([Combine.STACK], value.row_layout.axis, lambda v: v, metas=meta)
-    merged: LazyValue = emit(merge, (parts, *options), {}, meta, [None], None)
+    parts = call.emit([Combine.STACK], metas=meta)
+    merged: LazyValue = emit(merge, (parts, *options), {}, meta)
     return merged
 
 
@@ -83,15 +77,10 @@ def _norm(call: ChunkedCall, value: LazyValue, dims: list[int]) -> LazyValue:
     dtype = call.infer().dtype
     wide = arithmetic_dtype(dtype)
     if wide != dtype:
-        wider = ChunkedCall(
-            aten.linalg_vector_norm.default, (value, order, dims, bool(_keepdim(call))), {"dtype": wide}
-        )
+        keepdim = call.get("keepdim", False)
+        wider = ChunkedCall(aten.linalg_vector_norm.default, (value, order, dims, keepdim), {"dtype": wide})
         return cast(_stacked(wider, value, merge), dtype)
     return _stacked(call, value, merge)
-
-
-def _keepdim(call: ChunkedCall) -> bool:
-    return bool(call.get("keepdim", False))
 
 
 class _ExtremeContext(FunctionCtx):
@@ -119,8 +108,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> LazyValue:
-    keepdim = _keepdim(call)
-    meta = call.infer()
+    meta, keepdim = call.infer(), call.get("keepdim", False)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         best = x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
@@ -128,7 +116,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
         return (best if keepdim else best.squeeze(dims)), ties
 
     metas = (meta, torch.empty(meta.shape, dtype=torch.int64, device="meta"))
-    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK], value.row_layout.axis)
+    best, ties = emit(parts, (value,), {}, metas, [Combine.STACK, Combine.STACK])
 
     def merge(stack: Tensor, ties: Tensor) -> Tensor:
         if not stack.dtype.is_floating_point:
@@ -136,7 +124,7 @@ def _extreme(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool
         out: Tensor = _Extreme.apply(stack, ties, largest)  # type: ignore[no-untyped-call]
         return out
 
-    merged: LazyValue = emit(merge, (best, ties), {}, meta, [None], None)
+    merged: LazyValue = emit(merge, (best, ties), {}, meta)
     return merged
 
 
@@ -156,14 +144,18 @@ def _extreme_and_position(call: ChunkedCall, value: LazyValue, dims: list[int], 
         return best.values, best.indices + start
 
     start = PerChunk(lambda span: layout.window(span)[0])
-    stacks = emit(parts, (value, start), {}, tuple(metas), [Combine.STACK, Combine.STACK], layout.axis)
+    stacks = emit(parts, (value, start), {}, tuple(metas), [Combine.STACK, Combine.STACK])
 
     def merge(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         which = (values.argmax(0) if largest else values.argmin(0))[None]
         return values.gather(0, which)[0], indices.gather(0, which)[0]
 
-    best, positions = emit(merge, tuple(stacks), {}, tuple(metas), [None, None], None)
+    best, positions = emit(merge, tuple(stacks), {}, tuple(metas))
     return positions if only_positions else (best, positions)
+
+
+def _max(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
+    return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)
 
 
 def _variance(call: ChunkedCall, value: LazyValue, dims: list[int]) -> PyTree:
@@ -215,7 +207,7 @@ def group_norm(call: ChunkedCall) -> PyTree:
         raise call.unchunkable("it normalises the rows, or they are not its input's")
     metas = call.infer()
     call.replace("N", chunk_dim_size(layout))
-    return call.emit([layout] * 3, layout.axis, lambda v: v if v is value else replicated(v), metas=metas)
+    return call.emit([layout] * 3, lambda v: v if v is value else replicated(v), metas=metas)
 
 
 # Sums are accumulated in a wider dtype; the gradient of an extreme is divided among its ties; the rest has no monoid.
@@ -229,8 +221,8 @@ OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], 
     aten.norm: _norm,
     aten.amax: partial(_extreme, largest=True),
     aten.amin: partial(_extreme, largest=False),
-    aten.max: lambda call, value, dims: _max(call, value, dims, True),
-    aten.min: lambda call, value, dims: _max(call, value, dims, False),
+    aten.max: partial(_max, largest=True),
+    aten.min: partial(_max, largest=False),
     aten.argmax: partial(_extreme_and_position, largest=True),
     aten.argmin: partial(_extreme_and_position, largest=False),
     aten.var: _variance,
@@ -238,7 +230,3 @@ OVER_ROWS: dict[OpOverloadPacket, Callable[[ChunkedCall, LazyValue, list[int]], 
     aten.var_mean: _variance,
     aten.std_mean: _variance,
 }
-
-
-def _max(call: ChunkedCall, value: LazyValue, dims: list[int], largest: bool) -> PyTree:
-    return (_extreme_and_position if "dim" in call else _extreme)(call, value, dims, largest)

@@ -34,7 +34,7 @@ def reshaped(call: ChunkedCall) -> PyTree:
         layout.axis.coarsen(new.group)
     sizes = [chunk_dim_size(new) if d == new.dim else size for d, size in enumerate(meta.shape)]
     call.replace("size" if "size" in call else "shape", sizes)
-    return call.emit([new], new.axis, lambda v: v, op=_reshape, metas=meta)
+    return call.emit([new], op=_reshape, metas=meta)
 
 
 def _reshape(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -80,7 +80,7 @@ def narrowed(value: LazyValue, layout: RowLayout, start: int, length: int) -> La
 
     full = ChunkedCall(aten.slice.Tensor, (value, layout.dim, start, start + length), {})
     windows = PerChunk(lambda span: (layout.window(span), new.window(span)))
-    narrow: LazyValue = emit(range_of_rows, (value, windows), {}, full.infer(), [new], layout.axis)
+    narrow: LazyValue = emit(range_of_rows, (value, windows), {}, full.infer(), [new])
     return narrow
 
 
