@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
@@ -72,7 +73,7 @@ def _compiled(run: list[ScheduledStep], later: Sequence[ScheduledStep], outputs:
                 names[id(x)] = _Name(f"a{len(reads)}")
                 reads.append(x)
             return names[id(x)]
-        if isinstance(x, (bool, int, str, type(None))):
+        if type(x) in (bool, int, float, str, type(None)):
             return x
         constants.append(x)
         return _Name(f"c{len(constants) - 1}")
@@ -104,6 +105,7 @@ class _Name(str):
 def _function(text: str, constants: tuple[object, ...], backend: str) -> Callable[..., Sequence[torch.Tensor]]:
     # dynamic=None: chunks of another length, such as the last, use the same function.
     scope: dict[str, PyTree] = {f"c{k}": constant for k, constant in enumerate(constants)}
+    scope |= {"nan": math.nan, "inf": math.inf}  # as floats are written
     exec(text, scope)
     compiled: Callable[..., Sequence[torch.Tensor]] = torch.compile(scope["run"], backend=backend, dynamic=None)
 

@@ -209,6 +209,18 @@ def test_the_math_of_a_chunk_is_compiled_once_and_is_correct(
     assert graphs > 0 or program is tied  # nothing is left of it beside the kernels of its loss
 
 
+def test_compiled_math_has_the_sign_of_a_zero_and_knows_a_nan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_chunk, "BACKEND", "eager")
+    compile_chunk._function.cache_clear()
+    h = torch.ones(4, 3)
+    for number in (0.0, -0.0, float("nan"), float("-inf"), float("nan")):
+        found = (st.chunk(h, rows=2, compile=True).exp() * number).clamp(min=-1.0)
+        torch.testing.assert_close(found + 0, (h.exp() * number).clamp(min=-1.0), equal_nan=True)
+        assert torch.equal(found.signbit() + 0, (h.exp() * number).clamp(min=-1.0).signbit())
+    # The last number was compiled before.
+    assert compile_chunk._function.cache_info().hits >= 1
+
+
 @pytest.mark.gpu
 def test_inductor_compiles_the_math_of_a_chunk() -> None:
     t = {n: x.detach().cuda().requires_grad_(x.requires_grad) for n, x in tensors().items()}
