@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
 from typing import Protocol, cast
@@ -32,12 +32,12 @@ class TokenScores:
     """A forward with TRL's arguments and results, in the place of TRL's own.
 
     Args:
-        forward: TRL's, a method made by its `add_fused_lm_head`, whose options it has in its closure.
+        forward: TRL's, a method made by its `add_fused_lm_head`.
+        options: of that, which the method has in its closure.
     """
 
-    def __init__(self, forward: MethodType) -> None:
-        self.forward = forward
-        self.options = inspect.getclosurevars(forward.__func__).nonlocals
+    def __init__(self, forward: MethodType, options: Mapping[str, object]) -> None:
+        self.forward, self.options = forward, options
         self.fields = frozenset(cast("tuple[str, ...]", self.options["outputs"]))
         self.temperature = cast(float, self.options["temperature"])
         self.output_type = cast("Callable[..., object]", forward.__func__.__globals__["FusedCausalLMOutput"])
@@ -61,7 +61,7 @@ class TokenScores:
         if options["cast_lm_head_to_fp32"]:
             raise ValueError("cast_lm_head_to_fp32=True needs TRL's own head; pass loss=None to keep it")
         keep(inner, "forward", undo)
-        inner.forward = cls(forward)
+        inner.forward = cls(forward, options)
 
     def __call__(self, *args: object, fused_lm_head: bool = False, **kwargs: object) -> object:
         """Return TRL's output where it asks for scores, else the model's."""

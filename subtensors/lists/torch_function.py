@@ -91,14 +91,11 @@ def plan(call: Call) -> ListPlan:
     if (layout := _common_layout(lists)) is not None and _can_run_on_flats(call, layout):
         groups = counted(len(layout.sizes), "group")
         return ListPlan(lambda: f"on the packed flats ({groups})", lambda: _run_on_flats(call, layout))
-    if _is_recorded(call):
-        # The elements of a foreach or batched call share a graph node, and one's backward would free all.
+    # The elements of a foreach or batched call share a graph node, and one's backward would free all.
+    way = None if _is_recorded(call) else foreach_call(call) or batched_call(call)
+    if way is None:
         return ListPlan(lambda: "mapped element by element", lambda: _map(call))
-    if foreach := foreach_call(call):
-        return ListPlan(foreach.describe, lambda: _gather_lists(foreach.run() or lists[0].tensors, lists))
-    if batched := batched_call(call):
-        return ListPlan(batched.describe, lambda: _gather_lists(batched.run(), lists))
-    return ListPlan(lambda: "mapped element by element", lambda: _map(call))
+    return ListPlan(way.describe, lambda: _gather_lists(way.run() or lists[0].tensors, lists))
 
 
 RULES = RuleTable(

@@ -310,8 +310,7 @@ def differ_by_scalars(now: object, before: object) -> bool:
 def number_paths(updater: Updater, group: ParamGroup, device: torch.device) -> list[tuple[Any, ...]]:
     """The paths of a group's dynamic scalars, in the order in which the step takes them."""
     values: PyTree = updater.values(group, device)
-    paths = optree.tree_paths(values, none_is_leaf=True)
-    leaves = optree.tree_leaves(values, none_is_leaf=True)
+    paths, leaves, _ = optree.tree_flatten_with_path(values, none_is_leaf=True)
     return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
 
 

@@ -191,8 +191,6 @@ class StateFactory:
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             convert_entry(state, name, low_bit_dtype(name, p, group, self.declaration.low_bit))
-        if self.arena is None and not self.is_static:
-            return
         for name, value in [*state.items()]:
             if (placed := self._place(value)) is not value:
                 state[name] = placed
