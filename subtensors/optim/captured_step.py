@@ -19,7 +19,7 @@ from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same, is_plain
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.tree import PyTree
@@ -88,9 +88,8 @@ class CapturedStep:
         self.gradient_guard = AddressSnapshot(own)
         self.gradient_metadata = LayoutSnapshot(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
-        self.options = [options_of(group) for group in groups]
-        self.values: list[list[object]] = [[] for _ in groups]
-        """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
+        self.options: list[ParamGroup] = [{} for _ in groups]
+        """Each group in the last step, if comparing the identities of its values suffices; else an empty dict."""
         devices = {batch.kind.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.constants = self._read_constants(optimizer)
@@ -121,7 +120,6 @@ class CapturedStep:
             for group in optimizer.param_groups:
                 # Numbers are then known by identity, wherever the step hands them on.
                 group.update({name: fresh_copy(value) for name, value in group.items() if name != "params"})
-            self.options = [options_of(group) for group in optimizer.param_groups]
         self.recording = Recording(self.device, self.has_other_ops)
         self._record_update(optimizer, self.recording, gradients)
         moved = self.first_moved()
@@ -207,8 +205,7 @@ class CapturedStep:
         for i, group in enumerate(optimizer.param_groups):
             if not self.groups[i].has_params(group["params"]):
                 return f"the parameters of group {i} were replaced"
-            values = self.values[i]
-            if are_same(group.values(), values):
+            if are_same(group.values(), self.options[i].values()):
                 continue  # the very objects of the last step: none of them changed
             if reason := self._update_options(optimizer, i, group):
                 return reason
@@ -233,9 +230,8 @@ class CapturedStep:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         if not self.groups[index].accept(group, needed_entries(optimizer, group)):
             return f"group {index} needs other state"
-        options = options_of(group)
-        are_immutable = all(map(is_plain, options))
-        if are_immutable and all(map(differ_by_scalars, options, self.options[index])):
+        before = self.options[index]
+        if before and [*group] == [*before] and all(map(differ_by_scalars, group.values(), before.values())):
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
@@ -246,8 +242,7 @@ class CapturedStep:
             if any(numbers[i] != self.numbers[index][i] for i in self.constant_numbers[index]):
                 return CONSTANT_NUMBER
             self.recording.set_numbers(self._sources[index], numbers, hosts)
-        self.options[index] = options
-        self.values[index] = list(group.values()) if are_immutable else []
+        self.options[index] = dict(group) if self.groups[index].values else {}
         return ""
 
     def _update_gradients(self, own: list[Tensor]) -> str:
@@ -288,11 +283,6 @@ class CapturedStep:
 
 def _present(gradients: Gradients) -> list[Tensor]:
     return [g for own in gradients for g in own if g is not None]
-
-
-def options_of(group: ParamGroup) -> list[object]:
-    """The options of a group: all its values but the parameters."""
-    return [value for name, value in group.items() if name != "params"]
 
 
 def differ_by_scalars(now: object, before: object) -> bool:
