@@ -1,8 +1,7 @@
 """Steps within the backward pass: a parameter is updated once its gradient is complete, and the gradient freed.
 
-For each parameter there is a part of the optimizer: in an update it has the attributes that the optimizer then has, but
-a group of this parameter alone, and an updater of its own, whose batch is kept from step to step. Hooks refer to the
-optimizer weakly, and it holds the parts, so parameters hold nothing that holds them.
+For each parameter there is an updater of a group of this parameter alone, whose batch is kept from step to step. Hooks
+refer to the optimizer weakly, and it holds the updaters, so parameters hold nothing that holds them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class PartedOptimizer(SavedOptimizer, Protocol):
     """The attributes of an optimizer that a step within the backward reads."""
 
     _fusion: ClassVar[StepFunction]
-    _parts: dict[Tensor, PartedOptimizer]
+    _parts: dict[Tensor, Updater]
 
 
 def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
@@ -40,8 +39,7 @@ def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
     for index, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             if p.requires_grad:
-                part = optimizer._parts[p] = object.__new__(type(optimizer))
-                part._updater, part.param_groups = Updater(type(optimizer), optimizer._fusion), []
+                optimizer._parts[p] = Updater(type(optimizer), optimizer._fusion)
                 hook = partial(_update, weakref.ref(optimizer), (index, position))
                 handles.append(p.register_post_accumulate_grad_hook(hook))
     return handles
@@ -59,10 +57,7 @@ def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tens
         if type(optimizer.state) is not States:
             optimizer.state = States(dict, optimizer.state)
         drop_provisional_state(optimizer)
-        part = optimizer._parts[p]
-        own = {"param_groups": [group | {"params": [p]}], "_updater": part._updater, "_parts": {}}
-        vars(part).update(vars(optimizer) | own)
-        part._updater.update_all(part)
+        optimizer._parts[p].update_all(optimizer, [group | {"params": [p]}])
     p.grad = None
 
 

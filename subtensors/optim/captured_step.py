@@ -76,7 +76,7 @@ class CapturedStep:
         """The source of each group's numbers in the recording."""
         self.reason = ""
         """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
-        batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, i, own)]
+        batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, groups, i, own)]
         self.batches = batches
         self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
         self.stamp = optimizer.state.version.stamp
