@@ -209,13 +209,7 @@ def _gather_lists(results: list[PyTree], lists: Sequence[TensorList]) -> PyTree:
     return gather(results, lambda tensors: list_of(tensors, lists))
 
 
-_RETURN_NO_TENSOR = frozenset(
-    """
-    dim size stride numel nelement ndimension item tolist numpy storage_offset data_ptr element_size is_contiguous
-    is_complex is_floating_point is_signed is_conj is_neg is_inference is_pinned get_device equal allclose
-    untyped_storage type
-    """.split()
-)
+_RETURN_NO_TENSOR = wrappers.QUERIES | {"item", "tolist", "numpy", "equal", "allclose"}
 _TENSOR_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
@@ -228,9 +222,9 @@ def _empty_result(call: Call) -> PyTree:
     if name == "__get__":
         tensor = any(call.func == getattr(torch.Tensor, p).__get__ for p in _TENSOR_PROPERTIES)
         return first.like([]) if tensor else PerElement()
-    if name in _RETURN_NO_TENSOR:
-        return PerElement()
-    return first if name.endswith("_") and not name.endswith("__") else first.like([])
+    if name.endswith("_") and not name.endswith("__"):
+        return first
+    return PerElement() if name in _RETURN_NO_TENSOR else first.like([])
 
 
 def _backward(call: Call) -> ListPlan | None:
