@@ -160,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
         for group in self.param_groups:
-            StateFactory(self).create_group(group["params"], group)
+            StateFactory(self).create_all(group["params"], group)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""

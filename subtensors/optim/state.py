@@ -160,8 +160,14 @@ class StateFactory:
         has_master = group.get("master_weights") and arithmetic_dtype(p.dtype) != p.dtype
         return (MASTER, *needed) if has_master else needed
 
-    def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
-        """Create the state entries that these parameters lack, together for like parameters without any state."""
+    def create_all(self, params: Sequence[Tensor], group: ParamGroup) -> list[tuple[str, ...]]:
+        """Create the state entries that parameters of a group lack, together for like parameters without any state.
+
+        Returns:
+            The entries that each parameter has.
+        """
+        needed = needed_entries(self.optimizer, group)
+        entries = [self.entries_of(p, needed, group) for p in params]
         # State in fewer bits, or in an arena, is made one by one, so that there is never twice the memory.
         is_plain = group.get("state_dtype") is None and self.arena is None
         alike: dict[tuple[tuple[str, ...], torch.device, torch.dtype], list[Tensor]] = {}
@@ -177,6 +183,7 @@ class StateFactory:
                 columns = [list(map(static_in_place, column)) for column in columns]
             for p, *values in zip(together, *columns, strict=True):
                 self.state[p] = dict(zip(own, values, strict=True))
+        return entries
 
     def create(self, p: Tensor, entries: tuple[str, ...], group: ParamGroup) -> None:
         """Create those of these state entries that the parameter lacks."""
@@ -194,12 +201,6 @@ class StateFactory:
         for name, value in [*state.items()]:
             if (placed := self._place(value)) is not value:
                 state[name] = placed
-
-    def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
-        """Create the state of all parameters of a group."""
-        needed = needed_entries(self.optimizer, group)
-        for p in params:
-            self.create(p, self.entries_of(p, needed, group), group)
 
     def initial_value(self, p: Tensor, name: str, group: ParamGroup) -> Tensor:
         """The value of state entry `name` of this parameter before its first step."""

@@ -91,7 +91,7 @@ def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
     apart = StateFactory(optimizer, is_apart=True)
     for p, group in accumulation.waiting(optimizer.param_groups):
         if not optimizer.state.get(p):
-            apart.create_group([p], group)
+            apart.create_all([p], group)
         state = optimizer.state.get(p) or apart.state.get(p, {})
         saved["state"][indices[p]] = Entry({**state, GRADIENT: p.grad})
 
@@ -266,7 +266,7 @@ def take_checkpoint_step(optimizer: SavedOptimizer) -> bool:
 def make_state(optimizer: SavedOptimizer) -> None:
     """Create the state of all parameters that can have a gradient."""
     for group in optimizer.param_groups:
-        StateFactory(optimizer).create_group([p for p in group["params"] if p.requires_grad], group)
+        StateFactory(optimizer).create_all([p for p in group["params"] if p.requires_grad], group)
 
 
 def _is_zero(lr: object) -> bool:
