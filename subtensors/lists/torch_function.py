@@ -16,7 +16,7 @@ it compiles a function of whole lists to one kernel.
 A call is intercepted above autograd, in `__torch_function__`, so gradients flow through the elements. In compiled code
 autograd and the compiler see the list as one tensor, and it arrives as an overload in `__torch_dispatch__`: on flats or
 mapped, where the op's class allows it, else refused by `RULES`. `run_in_compiler` comes between the two: it maps where
-autograd must track the elements one by one (`compiled_autograd.py`).
+autograd must track the elements one by one (`compiled.py`).
 """
 
 from __future__ import annotations
