@@ -137,12 +137,11 @@ def group_options(options: Options, cls: type = object) -> ParamGroup:
 
     Raises:
         TypeError: an option is not known.
-        ValueError: one that is True or False, or an arena, is something else.
+        ValueError: the arena is something else.
     """
     given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():
         raise TypeError(_unknown_option(min(unknown), cls, sorted(defaults)))
-    check_flags(given)
     if not isinstance(given.get("arena"), Arena | None):
         raise ValueError(f"Invalid arena: {shown(given['arena'])}; expected a st.Arena or None")
     return {
