@@ -24,7 +24,7 @@ from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.dtensor import free_gathered_weights
-from subtensors.optim.hyperparameters import OPTIONS, Accepted, flags, never_none, number_counts
+from subtensors.optim.hyperparameters import OPTIONS, Accepted, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES
@@ -100,9 +100,12 @@ class Declaration:
         OPTIONS.update(self.hyperparameters)
         self.number_counts = number_counts(cls, function)
         """The hyperparameters that are numbers, and of how many each is."""
-        self.never_none = never_none(cls) if cls._accepted is not None else frozenset[str]()
-        """The hyperparameters that the class refuses as None; an `update` of a user's own may take any."""
-        self.flags = flags(cls) if cls._accepted is not None else frozenset[str]()
+        # An `update` of a user's own may take any value.
+        arguments = inspect.signature(cls).parameters if cls._accepted is not None else {}
+        defaults = {name: argument.default for name, argument in arguments.items()}
+        self.never_none = {name for name, x in defaults.items() if None not in (x if isinstance(x, tuple) else (x,))}
+        """The hyperparameters that the class refuses as None, as no default, or number in one, is None."""
+        self.flags = {name for name, x in defaults.items() if isinstance(x, bool)}
         """The hyperparameters that the class takes as on or off."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
         """The hyperparameters without a default in `update`."""
