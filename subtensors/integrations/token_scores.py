@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,6 @@ from subtensors.chunked.chunked_tensor import ChunkedTensor
 from subtensors.integrations.undo import keep
 
 IGNORED = -100
-
-
-class _Output(Protocol):
-    """The attributes of a model's output that are read."""
-
-    logits: Tensor
 
 
 class TokenScores:
@@ -79,15 +73,15 @@ class TokenScores:
         if self.takes_positions:
             kwargs["logits_to_keep"] = scored
         kwargs["use_cache"] = False
-        result = cast(_Output, self.forward(*args, **kwargs))
-        logits = result.logits if self.takes_positions else result.logits[:, : mask.shape[1]]
+        result = self.forward(*args, **kwargs)
+        logits: Tensor = result.logits if self.takes_positions else result.logits[:, : mask.shape[1]]
         found = self._scores(logits, targets[:, scored].clamp(min=0))
         scores = {
             name: value.new_zeros(mask.shape).index_copy(1, scored, value.masked_fill(~mask[:, scored], 0))
             for name, value in found.items()
         }
         loss = -scores["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else cast(Tensor, count))
-        aux_loss = cast("Tensor | None", getattr(result, "aux_loss", None))
+        aux_loss: Tensor | None = getattr(result, "aux_loss", None)
         if aux_loss is not None:
             loss = loss + aux_loss * cast(float, getattr(self.options["text_config"], "router_aux_loss_coef", 0.0))
         return self.output_type(loss=loss, label_mask=mask, aux_loss=aux_loss, **scores)
