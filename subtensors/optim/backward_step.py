@@ -9,30 +9,22 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.optim.options import ParamGroup
+from subtensors.optim.accumulation import Group
 from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state
-from subtensors.optim.step import StepFunction, Updater, accumulates
+from subtensors.optim.step import Updater, accumulates
 from subtensors.optim.versions import States
 
 _lock = threading.Lock()
 """Held by an update: each device has a thread of the backward."""
 
 
-class PartedOptimizer(SavedOptimizer, Protocol):
-    """The attributes of an optimizer that a step within the backward reads."""
-
-    _fusion: ClassVar[StepFunction]
-    _parts: dict[Tensor, Updater]
-
-
-def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
+def hook_updates(optimizer: SavedOptimizer) -> list[RemovableHandle]:
     """Give each parameter that requires a gradient a hook that updates it; see `Optimizer.step_in_backward`."""
     _refuse(optimizer)
     optimizer._parts, handles = {}, []
@@ -46,7 +38,7 @@ def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
 
 
 @torch.no_grad()
-def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tensor) -> None:
+def _update(owner: weakref.ref[SavedOptimizer], place: tuple[int, int], p: Tensor) -> None:
     """Update a parameter that was at this place of the groups, and drop its gradient, unless no group has it now."""
     optimizer = owner()
     group = None if optimizer is None else _group_of(p, optimizer.param_groups, *place)
@@ -61,15 +53,15 @@ def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tens
     p.grad = None
 
 
-def _group_of(p: Tensor, groups: list[ParamGroup], index: int, position: int) -> ParamGroup | None:
+def _group_of(p: Tensor, groups: list[Group], index: int, position: int) -> Group | None:
     """Return the group of a parameter, which it was found in at some position before; None if none has it."""
-    held = [cast(list[Tensor], group["params"]) for group in groups]
-    if index < len(held) and position < len(held[index]) and held[index][position] is p:
+    params = groups[index]["params"] if index < len(groups) else []
+    if position < len(params) and params[position] is p:
         return groups[index]
-    return next((group for group, own in zip(groups, held, strict=True) if any(other is p for other in own)), None)
+    return next((group for group in groups if any(other is p for other in group["params"])), None)
 
 
-def _refuse(optimizer: PartedOptimizer) -> None:
+def _refuse(optimizer: SavedOptimizer) -> None:
     """Raise RuntimeError with the reason if something needs more than the gradients of one parameter and backward."""
     groups, distributed = optimizer.param_groups, torch.distributed
     is_parallel = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

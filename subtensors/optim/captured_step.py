@@ -8,7 +8,7 @@ of gradients may change from step to step, and are handed to the replay.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -26,8 +26,8 @@ from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
-from subtensors.optim.state import SteppedOptimizer, needed_entries
-from subtensors.optim.step import Updater
+from subtensors.optim.state import needed_entries
+from subtensors.optim.step import UpdatedOptimizer, Updater
 
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
@@ -49,13 +49,6 @@ CONSTANTS = (
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
-class CapturableOptimizer(SteppedOptimizer, Protocol):
-    """The attributes of an optimizer that a captured step reads."""
-
-    is_replayable: ClassVar[bool]
-    _updater: Updater
-
-
 class CapturedStep:
     """A captured step of an optimizer with given gradients, or the reason why it can't be captured.
 
@@ -68,7 +61,7 @@ class CapturedStep:
         AddressError: parameters, state or gradients moved during the capture.
     """
 
-    def __init__(self, optimizer: CapturableOptimizer, gradients: Gradients, reason: str = "") -> None:
+    def __init__(self, optimizer: UpdatedOptimizer, gradients: Gradients, reason: str = "") -> None:
         updater = optimizer._updater
         groups = optimizer.param_groups
         self.recording: Recording | None = None
@@ -106,7 +99,7 @@ class CapturedStep:
         except NotRecordable as error:
             self.recording, self.reason = None, str(error)
 
-    def _record(self, optimizer: CapturableOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+    def _record(self, optimizer: UpdatedOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
         name = type(optimizer).__name__
         if not devices:
             raise NotRecordable("no parameter has a gradient")
@@ -131,7 +124,7 @@ class CapturedStep:
             if launch.source is not None:  # the norm has no source, and takes no numbers
                 self._match_numbers(optimizer, launch)
 
-    def _record_update(self, optimizer: CapturableOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
+    def _record_update(self, optimizer: UpdatedOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
         """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
@@ -158,7 +151,7 @@ class CapturedStep:
                 "step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
             )
 
-    def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
+    def _match_numbers(self, optimizer: UpdatedOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
         index = self._sources.index(launch.source)
         group = optimizer.param_groups[index]
@@ -183,7 +176,7 @@ class CapturedStep:
         params = self.param_guard.changed(self.params, "parameter")
         return params or self.state_guard.changed(self.state, "state tensor")
 
-    def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
+    def full_check(self, optimizer: UpdatedOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
         if reason := self.fast_check(optimizer):
             return reason
@@ -196,7 +189,7 @@ class CapturedStep:
             return "a parameter moved"
         return self._update_gradients(_present(gradients))
 
-    def fast_check(self, optimizer: CapturableOptimizer) -> str:
+    def fast_check(self, optimizer: UpdatedOptimizer) -> str:
         """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
         constants = self._read_constants(optimizer)
         if constants != self.constants:
@@ -214,7 +207,7 @@ class CapturedStep:
                 return "state moved, or parameters were cast"
         return ""
 
-    def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
+    def _read_constants(self, optimizer: UpdatedOptimizer) -> tuple[object, ...]:
         """The values that a recording holds besides tensors and numbers, one for each of `CONSTANTS`."""
         return (
             optimizer.state.version.stamp,
@@ -226,7 +219,7 @@ class CapturedStep:
             getattr(optimizer, "found_inf", None) is None,
         )
 
-    def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
+    def _update_options(self, optimizer: UpdatedOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         if not self.groups[index].accept(group, needed_entries(optimizer, group)):
             return f"group {index} needs other state"
@@ -259,7 +252,7 @@ class CapturedStep:
             self.gradient_guard.addresses = addresses
         return ""
 
-    def replay(self, optimizer: CapturableOptimizer) -> None:
+    def replay(self, optimizer: UpdatedOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
         if Release.count:

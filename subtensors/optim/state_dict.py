@@ -23,25 +23,23 @@ from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
 from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
-from subtensors.optim.captured_step import CapturableOptimizer
 from subtensors.optim.dtensor import distributed_like
-from subtensors.optim.hyperparameters import OPTIONS, Accepted, check_types, filled_options
+from subtensors.optim.hyperparameters import OPTIONS, check_types, filled_options
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import DEFAULTS, ParamGroup, complete_group
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, needed_entries
-from subtensors.optim.step import accumulates
+from subtensors.optim.step import UpdatedOptimizer, accumulates
 from subtensors.optim.versions import Entry, States
 
 SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
-class SavedOptimizer(CapturableOptimizer, Protocol):
+class SavedOptimizer(UpdatedOptimizer, Protocol):
     """The attributes of an optimizer that are saved and loaded, or say how."""
 
     defaults: Group
     host_entries: ClassVar[Collection[str]]
-    _accepted: ClassVar[Accepted | None]
     _capture: Capture | None
     _is_provisional: bool
 

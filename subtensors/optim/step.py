@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,15 @@ class StepFunction(Protocol):
 
     def read_values(self) -> tuple[object, ...]:
         """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
+
+
+class UpdatedOptimizer(SteppedOptimizer, Protocol):
+    """An optimizer with what updates its parameters: all in a step, or each in the backward."""
+
+    is_replayable: ClassVar[bool]
+    _fusion: ClassVar[StepFunction]
+    _updater: Updater
+    _parts: dict[Tensor, Updater]
 
 
 class Updater:
