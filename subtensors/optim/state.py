@@ -89,9 +89,10 @@ class Declaration:
 
     def __init__(self, cls: type[SteppedOptimizer], base: type[SteppedOptimizer]) -> None:
         function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
-        _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
+        signature = list(inspect.signature(function).parameters.values())
         if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
             raise TypeError(f"{cls.__name__}.update takes self, p and g first")
+        rest = signature[3:]
         hyperparameters = [s for s in rest if s.kind is inspect.Parameter.KEYWORD_ONLY]
         self.entries = tuple(s.name for s in rest if s not in hyperparameters)
         """The state entries that `update` takes, in its order."""
