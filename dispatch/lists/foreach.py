@@ -160,9 +160,10 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
     )
 
 
-def _options_of(overload: OpOverload, operands: int) -> set[str]:
+@functools.cache
+def _options_of(overload: OpOverload, operands: int) -> frozenset[str]:
     """Return the names of an overload's arguments after its operands."""
-    return {argument.name for argument in schema_of(overload).arguments[operands:]}
+    return frozenset(argument.name for argument in schema_of(overload).arguments[operands:])
 
 
 def _kind(value: object) -> str:
