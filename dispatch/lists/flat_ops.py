@@ -65,10 +65,7 @@ def overload_acts_on_values(overload: OpOverload) -> bool:
 
 @cache
 def _packet_acts_on_values(name: str) -> bool:
-    bare = name.rstrip("_")
-    if bare in _UNFIT:
-        return False
-    if bare in _IN_PLACE:
+    if name.rstrip("_") in _IN_PLACE:
         return True
     packet = getattr(torch.ops.aten, name, None)
     # Private functions have conventions of their own; the names of operators only look private.
@@ -76,4 +73,4 @@ def _packet_acts_on_values(name: str) -> bool:
     if is_private or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     overloads = [getattr(packet, o) for o in packet.overloads()]
-    return any(isinstance(o, OpOverload) and op_class(o) is OpClass.POINTWISE for o in overloads)
+    return any(isinstance(o, OpOverload) and overload_acts_on_values(o) for o in overloads)

@@ -19,6 +19,7 @@ from subtensors.dispatch.lists.list_call import ElementList, ListCall, ListPlan
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
+from subtensors.dispatch.torch_internals.ops import schema_of
 
 _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
@@ -43,39 +44,33 @@ _IN_SPECIAL = {"erf": "erf", "erfc": "erfc", "expm1": "expm1", "log1p": "log1p",
 
 @dataclass(frozen=True)
 class Row:
-    """One foreach op: its operands in order, options passed by keyword, and its overloads by kinds of operand."""
+    """One foreach op: its operands in order, and its overloads by kinds of operand."""
 
     base: str
     operands: tuple[str, ...]
     overloads: dict[str, str]
-    options: tuple[str, ...] = ()
-    in_place: bool = True
-    functional: bool = True
     is_comparison: bool = False
     """True if the op compares values: torch refuses complex ones, for lists with another error than for tensors."""
 
 
 _ROWS = [
     *(Row(name, ("input",), {"L": "default"}) for name in _UNARY),
-    Row("add", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}, ("alpha",)),
-    Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}, ("alpha",)),
+    Row("add", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
+    Row("sub", ("input", "other"), {"LL": "List", "LS": "Scalar"}),
     Row("mul", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
     Row("div", ("input", "other"), {"LL": "List", "LS": "Scalar", "L0": "Tensor"}),
-    Row("maximum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
-    Row("minimum", ("input", "other"), {"LL": "List"}, in_place=False, is_comparison=True),
+    Row("maximum", ("input", "other"), {"LL": "List"}, is_comparison=True),
+    Row("minimum", ("input", "other"), {"LL": "List"}, is_comparison=True),
     Row("clamp_min", ("input", "min"), {"LL": "List", "LS": "Scalar"}),
     Row("clamp_max", ("input", "max"), {"LL": "List", "LS": "Scalar"}),
     Row("pow", ("input", "exponent"), {"LL": "List", "LS": "Scalar", "SL": "ScalarAndTensor"}),
     Row("lerp", ("input", "end", "weight"), {"LLL": "List", "LLS": "Scalar"}),
-    Row("addcmul", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}, ("value",)),
-    Row("addcdiv", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}, ("value",)),
-    Row("copy", ("input", "src"), {"LL": "default"}, ("non_blocking",), functional=False),
-    Row("zero", ("input",), {"L": "default"}, functional=False),
-    Row("clone", ("input",), {"L": "default"}, ("memory_format",), in_place=False),
+    Row("addcmul", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}),
+    Row("addcdiv", ("input", "tensor1", "tensor2"), {"LLL": "Scalar"}),
+    Row("copy", ("input", "src"), {"LL": "default"}),
+    Row("zero", ("input",), {"L": "default"}),
+    Row("clone", ("input",), {"L": "default"}),
 ]
-
-# The Scalar overloads of these take no alpha.
-_ALPHA_NEEDS_TENSOR = ("add", "sub")
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,6 @@ def targets() -> dict[Callable[..., object], Target]:
     forms: dict[Callable[..., object], Target] = {}
     for row in _ROWS:
         for in_place in (False, True):
-            if not (row.in_place if in_place else row.functional):
-                continue
             suffix = "_" if in_place else ""
             packet = getattr(torch.ops.aten, f"_foreach_{row.base}{suffix}", None)
             if packet is None:
@@ -125,18 +118,15 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
     target = targets().get(call.func)
     if target is None or is_transforming():  # torch.vmap has no rule for foreach overloads
         return None
-    bound = _bind(target.row, call)
-    if bound is None:
-        return None
-    values, options = bound
+    options = dict(call.kwargs)
+    named = [options.pop(name) for name in target.row.operands[len(call.args) :] if name in options]
+    values: list[PyTree] = [*call.args, *named]
     kinds = "".join(map(_kind, values))
     overload = target.overloads.get(kinds)
-    if overload is None:
+    if overload is None or (options and not options.keys() <= _options_of(overload, len(kinds))):
         return None
     if any(isinstance(v, torch.Tensor | np.generic) for v in options.values()):
         return None  # foreach overloads take Python's own numbers
-    if kinds == "LS" and options and target.row.base in _ALPHA_NEEDS_TENSOR:
-        return None
     operands = tuple(x.tensors if hasattr(x, "tensors") else x for x in values)
     lists = [x for x in operands if isinstance(x, list)]
     if "0" in kinds and values[-1].requires_grad and torch.is_grad_enabled():
@@ -170,18 +160,10 @@ def foreach_call(call: ListCall[ElementList]) -> ListPlan | None:
     )
 
 
-def _bind(row: Row, call: ListCall[ElementList]) -> tuple[list[PyTree], Kwargs] | None:
-    if len(call.args) > len(row.operands):
-        return None
-    values = list(call.args)
-    rest = dict(call.kwargs)
-    for name in row.operands[len(values) :]:
-        if name not in rest:
-            return None
-        values.append(rest.pop(name))
-    if any(name not in row.options for name in rest):
-        return None
-    return values, rest
+@functools.cache
+def _options_of(overload: OpOverload, operands: int) -> frozenset[str]:
+    """Return the names of an overload's arguments after its operands."""
+    return frozenset(argument.name for argument in schema_of(overload).arguments[operands:])
 
 
 def _kind(value: object) -> str:

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -205,10 +205,6 @@ _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """The arguments of a body with a number a token."""
 
 
-class _Config(Protocol):
-    _attn_implementation: str
-
-
 def prefer_attention(model: nn.Module, backend: SDPBackend, undo: ExitStack) -> None:
     """Make scaled dot product attention without a mask prefer a kernel, in compiled code too.
 
@@ -217,8 +213,7 @@ def prefer_attention(model: nn.Module, backend: SDPBackend, undo: ExitStack) -> 
     """
     transformers = importlib.import_module("transformers")
     attend = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-    config, set_implementation = cast(_Config, model.config), cast(Callable[[str], None], model.set_attn_implementation)
-    before = config._attn_implementation
+    before: str | None = getattr(model.config, "_attn_implementation", None)
     if before != "sdpa":
         raise ValueError(f'attention= takes a model with attn_implementation="sdpa", and this one has "{before}"')
     order = [backend, *(other for other, is_enabled in _ENABLED.items() if is_enabled() and other != backend)]
@@ -234,6 +229,7 @@ def prefer_attention(model: nn.Module, backend: SDPBackend, undo: ExitStack) -> 
     name = f"sdpa_{backend.name.lower()}"
     transformers.AttentionInterface.register(name, attend_without_mask)
     transformers.AttentionMaskInterface.register(name, transformers.masking_utils.sdpa_mask)
+    set_implementation = cast(Callable[[str], None], model.set_attn_implementation)
     undo.callback(set_implementation, before)
     set_implementation(name)
 

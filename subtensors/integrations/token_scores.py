@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,16 @@ from subtensors.integrations.undo import keep
 IGNORED = -100
 
 
-class _Output(Protocol):
-    """The attributes of a model's output that are read."""
-
-    logits: Tensor
-
-
 class TokenScores:
     """A forward with TRL's arguments and results, in the place of TRL's own.
 
     Args:
-        forward: TRL's, a method made by its `add_fused_lm_head`, whose options it has in its closure.
+        forward: TRL's, a method made by its `add_fused_lm_head`.
+        options: of that, which the method has in its closure.
     """
 
-    def __init__(self, forward: MethodType) -> None:
-        self.forward = forward
-        self.options = inspect.getclosurevars(forward.__func__).nonlocals
+    def __init__(self, forward: MethodType, options: Mapping[str, object]) -> None:
+        self.forward, self.options = forward, options
         self.fields = frozenset(cast("tuple[str, ...]", self.options["outputs"]))
         self.temperature = cast(float, self.options["temperature"])
         self.output_type = cast("Callable[..., object]", forward.__func__.__globals__["FusedCausalLMOutput"])
@@ -61,7 +55,7 @@ class TokenScores:
         if options["cast_lm_head_to_fp32"]:
             raise ValueError("cast_lm_head_to_fp32=True needs TRL's own head; pass loss=None to keep it")
         keep(inner, "forward", undo)
-        inner.forward = cls(forward)
+        inner.forward = cls(forward, options)
 
     def __call__(self, *args: object, fused_lm_head: bool = False, **kwargs: object) -> object:
         """Return TRL's output where it asks for scores, else the model's."""
@@ -79,15 +73,15 @@ class TokenScores:
         if self.takes_positions:
             kwargs["logits_to_keep"] = scored
         kwargs["use_cache"] = False
-        result = cast(_Output, self.forward(*args, **kwargs))
-        logits = result.logits if self.takes_positions else result.logits[:, : mask.shape[1]]
+        result = self.forward(*args, **kwargs)
+        logits: Tensor = result.logits if self.takes_positions else result.logits[:, : mask.shape[1]]
         found = self._scores(logits, targets[:, scored].clamp(min=0))
         scores = {
             name: value.new_zeros(mask.shape).index_copy(1, scored, value.masked_fill(~mask[:, scored], 0))
             for name, value in found.items()
         }
         loss = -scores["log_probs"].sum() / (mask.sum().clamp(min=1) if count is None else cast(Tensor, count))
-        aux_loss = cast("Tensor | None", getattr(result, "aux_loss", None))
+        aux_loss: Tensor | None = getattr(result, "aux_loss", None)
         if aux_loss is not None:
             loss = loss + aux_loss * cast(float, getattr(self.options["text_config"], "router_aux_loss_coef", 0.0))
         return self.output_type(loss=loss, label_mask=mask, aux_loss=aux_loss, **scores)

@@ -22,9 +22,8 @@ from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
 from subtensors.dispatch.torch_internals import dynamo_rules, ops
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
-from subtensors.lists import compiled_autograd
+from subtensors.lists import compiled
 from subtensors.lists.conversions import NoSingleValue, describe
-from subtensors.lists.dynamo_metadata import teach_compiler
 from subtensors.lists.packing import Packed, PackedLayout, are_private, pack
 from subtensors.lists.tree_structure import Structure, check_elements, flatten_tensors, indexes_each, select_leaves
 
@@ -63,7 +62,7 @@ class TensorList(NoSingleValue, torch.Tensor):
     _aliases: dict[int, torch.Tensor]
     _is_unconnected: bool
     """True for a traced list whose elements require grad, if the list can't be connected to them."""
-    _edges: list[compiled_autograd.Edge]
+    _edges: list[compiled.Edge]
 
     _run_function: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
     _run_overload: ClassVar[Callable[[ListCall[TensorList]], PyTree]]
@@ -86,7 +85,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         """The elements, in the order of the pytree's leaves."""
         if self._is_unconnected or self.is_traced():
             return self.split_elements().elements()
-        compiled_autograd.check_connected(self, self._edges)
+        compiled.check_connected(self, self._edges)
         return self.elements()
 
     def stored(self) -> list[torch.Tensor]:
@@ -273,7 +272,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         layout = self.arena
         is_unconnected = self._is_unconnected or self.any_requires_grad()
         if is_unconnected and not self.is_traced():
-            edges = compiled_autograd.join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
+            edges = compiled.join_elements(self, self.tensors, self._edges) if torch.is_grad_enabled() else []
             is_unconnected, self._edges = edges is None, edges or self._edges
         if layout is not None:
             return [f"flat_{i}" for i in range(len(layout.sizes))], (layout, is_unconnected)
@@ -324,14 +323,14 @@ class TensorList(NoSingleValue, torch.Tensor):
         """
         elements = self.elements()
         if not self.is_traced():
-            compiled_autograd.mark_requires_grad(self, elements)
+            compiled.mark_requires_grad(self, elements)
         elif ops.is_in_compiler():
             dynamo_rules.install_rules(TensorList)  # the first list may be one that it makes
         return self
 
     def split_elements(self) -> TensorList:
         """Split a traced list that requires grad into a list of traced tensors that autograd tracks one by one."""
-        parts = compiled_autograd.split_elements(self, self._is_unconnected) if torch.is_grad_enabled() else None
+        parts = compiled.split_elements(self, self._is_unconnected) if torch.is_grad_enabled() else None
         return self if parts is None else self.with_stored(parts)
 
     def _untracked_element(self, index: int) -> torch.Tensor:
@@ -339,7 +338,7 @@ class TensorList(NoSingleValue, torch.Tensor):
         element = self.elements()[index]
         if not element.requires_grad or self.is_traced():
             return element
-        return compiled_autograd.detached_alias(element, index, self._aliases)
+        return compiled.detached_alias(element, index, self._aliases)
 
     def with_stored(self, tensors: list[torch.Tensor]) -> TensorList:
         """A list of the same structure and, if packed, the same layout, that stores other tensors."""
@@ -395,4 +394,4 @@ def _rebuild(tree: PyTree, tensors: list[torch.Tensor], packed: bool = False) ->
 
 
 torch.serialization.add_safe_globals([_rebuild])
-teach_compiler(TensorList)
+compiled.teach_compiler(TensorList)

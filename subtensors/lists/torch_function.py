@@ -16,7 +16,7 @@ it compiles a function of whole lists to one kernel.
 A call is intercepted above autograd, in `__torch_function__`, so gradients flow through the elements. In compiled code
 autograd and the compiler see the list as one tensor, and it arrives as an overload in `__torch_dispatch__`: on flats or
 mapped, where the op's class allows it, else refused by `RULES`. `run_in_compiler` comes between the two: it maps where
-autograd must track the elements one by one (`compiled_autograd.py`).
+autograd must track the elements one by one (`compiled.py`).
 """
 
 from __future__ import annotations
@@ -91,14 +91,11 @@ def plan(call: Call) -> ListPlan:
     if (layout := _common_layout(lists)) is not None and _can_run_on_flats(call, layout):
         groups = counted(len(layout.sizes), "group")
         return ListPlan(lambda: f"on the packed flats ({groups})", lambda: _run_on_flats(call, layout))
-    if _is_recorded(call):
-        # The elements of a foreach or batched call share a graph node, and one's backward would free all.
+    # The elements of a foreach or batched call share a graph node, and one's backward would free all.
+    way = None if _is_recorded(call) else foreach_call(call) or batched_call(call)
+    if way is None:
         return ListPlan(lambda: "mapped element by element", lambda: _map(call))
-    if foreach := foreach_call(call):
-        return ListPlan(foreach.describe, lambda: _gather_lists(foreach.run() or lists[0].tensors, lists))
-    if batched := batched_call(call):
-        return ListPlan(batched.describe, lambda: _gather_lists(batched.run(), lists))
-    return ListPlan(lambda: "mapped element by element", lambda: _map(call))
+    return ListPlan(way.describe, lambda: _gather_lists(way.run() or lists[0].tensors, lists))
 
 
 RULES = RuleTable(
@@ -212,13 +209,7 @@ def _gather_lists(results: list[PyTree], lists: Sequence[TensorList]) -> PyTree:
     return gather(results, lambda tensors: list_of(tensors, lists))
 
 
-_RETURN_NO_TENSOR = frozenset(
-    """
-    dim size stride numel nelement ndimension item tolist numpy storage_offset data_ptr element_size is_contiguous
-    is_complex is_floating_point is_signed is_conj is_neg is_inference is_pinned get_device equal allclose
-    untyped_storage type
-    """.split()
-)
+_RETURN_NO_TENSOR = wrappers.QUERIES | {"item", "tolist", "numpy", "equal", "allclose"}
 _TENSOR_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
@@ -231,9 +222,9 @@ def _empty_result(call: Call) -> PyTree:
     if name == "__get__":
         tensor = any(call.func == getattr(torch.Tensor, p).__get__ for p in _TENSOR_PROPERTIES)
         return first.like([]) if tensor else PerElement()
-    if name in _RETURN_NO_TENSOR:
-        return PerElement()
-    return first if name.endswith("_") and not name.endswith("__") else first.like([])
+    if name.endswith("_") and not name.endswith("__"):
+        return first
+    return PerElement() if name in _RETURN_NO_TENSOR else first.like([])
 
 
 def _backward(call: Call) -> ListPlan | None:

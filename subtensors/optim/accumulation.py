@@ -42,10 +42,7 @@ def take_pass(groups: Groups, update: Callable[[], None], has_scaler: bool) -> N
         RuntimeError: a GradScaler takes it.
     """
     wanted, before = groups[0].get("accumulate", 1), groups[0].get(PASSES, 0)
-    if wanted == 1 and not before:
-        update()
-        return
-    if has_scaler:
+    if has_scaler and (wanted > 1 or before):
         raise RuntimeError(
             f"accumulate={wanted} adds up gradients of several loss scales, as a GradScaler may change it after each "
             "pass: leave it at 1, divide the loss, and call scaler.step(opt) after the last pass"

@@ -1,8 +1,7 @@
 """Steps within the backward pass: a parameter is updated once its gradient is complete, and the gradient freed.
 
-For each parameter there is a part of the optimizer: in an update it has the attributes that the optimizer then has, but
-a group of this parameter alone, and an updater of its own, whose batch is kept from step to step. Hooks refer to the
-optimizer weakly, and it holds the parts, so parameters hold nothing that holds them.
+For each parameter there is an updater of a group of this parameter alone, whose batch is kept from step to step. Hooks
+refer to the optimizer weakly, and it holds the updaters, so parameters hold nothing that holds them.
 """
 
 from __future__ import annotations
@@ -10,45 +9,36 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from subtensors.dispatch.graphs import deferred_finalizers
-from subtensors.optim.options import ParamGroup
+from subtensors.optim.accumulation import Group
 from subtensors.optim.state_dict import SavedOptimizer, drop_provisional_state
-from subtensors.optim.step import StepFunction, Updater, accumulates
+from subtensors.optim.step import Updater, accumulates
 from subtensors.optim.versions import States
 
 _lock = threading.Lock()
 """Held by an update: each device has a thread of the backward."""
 
 
-class PartedOptimizer(SavedOptimizer, Protocol):
-    """The attributes of an optimizer that a step within the backward reads."""
-
-    _fusion: ClassVar[StepFunction]
-    _parts: dict[Tensor, PartedOptimizer]
-
-
-def hook_updates(optimizer: PartedOptimizer) -> list[RemovableHandle]:
+def hook_updates(optimizer: SavedOptimizer) -> list[RemovableHandle]:
     """Give each parameter that requires a gradient a hook that updates it; see `Optimizer.step_in_backward`."""
     _refuse(optimizer)
     optimizer._parts, handles = {}, []
     for index, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             if p.requires_grad:
-                part = optimizer._parts[p] = object.__new__(type(optimizer))
-                part._updater, part.param_groups = Updater(type(optimizer), optimizer._fusion), []
+                optimizer._parts[p] = Updater(type(optimizer), optimizer._fusion)
                 hook = partial(_update, weakref.ref(optimizer), (index, position))
                 handles.append(p.register_post_accumulate_grad_hook(hook))
     return handles
 
 
 @torch.no_grad()
-def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tensor) -> None:
+def _update(owner: weakref.ref[SavedOptimizer], place: tuple[int, int], p: Tensor) -> None:
     """Update a parameter that was at this place of the groups, and drop its gradient, unless no group has it now."""
     optimizer = owner()
     group = None if optimizer is None else _group_of(p, optimizer.param_groups, *place)
@@ -59,22 +49,19 @@ def _update(owner: weakref.ref[PartedOptimizer], place: tuple[int, int], p: Tens
         if type(optimizer.state) is not States:
             optimizer.state = States(dict, optimizer.state)
         drop_provisional_state(optimizer)
-        part = optimizer._parts[p]
-        own = {"param_groups": [group | {"params": [p]}], "_updater": part._updater, "_parts": {}}
-        vars(part).update(vars(optimizer) | own)
-        part._updater.update_all(part)
+        optimizer._parts[p].update_all(optimizer, [group | {"params": [p]}])
     p.grad = None
 
 
-def _group_of(p: Tensor, groups: list[ParamGroup], index: int, position: int) -> ParamGroup | None:
+def _group_of(p: Tensor, groups: list[Group], index: int, position: int) -> Group | None:
     """Return the group of a parameter, which it was found in at some position before; None if none has it."""
-    held = [cast(list[Tensor], group["params"]) for group in groups]
-    if index < len(held) and position < len(held[index]) and held[index][position] is p:
+    params = groups[index]["params"] if index < len(groups) else []
+    if position < len(params) and params[position] is p:
         return groups[index]
-    return next((group for group, own in zip(groups, held, strict=True) if any(other is p for other in own)), None)
+    return next((group for group in groups if any(other is p for other in group["params"])), None)
 
 
-def _refuse(optimizer: PartedOptimizer) -> None:
+def _refuse(optimizer: SavedOptimizer) -> None:
     """Raise RuntimeError with the reason if something needs more than the gradients of one parameter and backward."""
     groups, distributed = optimizer.param_groups, torch.distributed
     is_parallel = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

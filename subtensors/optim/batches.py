@@ -158,14 +158,15 @@ class GroupBatches:
         self.params: list[Tensor] = list(group["params"])
         self.without_gradient, self.entries, self.batches = without_gradient, entries, batches
         self._storage = _storage_options(group)
-        self._values: list[object] = []
+        self.values: list[object] = []
+        """The group's values when they were last accepted; empty if one is mutable, and may change unseen."""
         self._scalars = [i for i, p in enumerate(self.params) if p.numel() == 1]
         self._scalar_params = [self.params[i] for i in self._scalars]
         self.accept(group, entries)
 
     def has_values(self, group: ParamGroup) -> bool:
         """Return whether the values of the group are the very objects that were last accepted."""
-        return are_same(group.values(), self._values)
+        return are_same(group.values(), self.values)
 
     def accept(self, group: ParamGroup, entries: tuple[str, ...]) -> bool:
         """Return whether the group still has the state of these batches, and remember its values if it does."""
@@ -173,7 +174,7 @@ class GroupBatches:
             return False
         # The same object is the same value only if it is immutable.
         is_known = all(is_plain(value) for name, value in group.items() if name != "params")
-        self._values = list(group.values()) if is_known else []
+        self.values = list(group.values()) if is_known else []
         return True
 
     def is_current(self, params: list[Tensor], grads: Sequence[Tensor | None]) -> bool:

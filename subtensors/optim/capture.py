@@ -15,9 +15,10 @@ from subtensors.counts import counted
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.graphs.guards import why_not_replayable
 from subtensors.dispatch.ops.errors import AddressError, RuleError
-from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturableOptimizer, CapturedStep
+from subtensors.optim.captured_step import CONSTANT_GRADIENT, CONSTANT_NUMBER, CapturedStep
 from subtensors.optim.dtensor import is_sharded
 from subtensors.optim.flat_buffers import CHECK_EACH_LIMIT, FlatBuffers
+from subtensors.optim.step import UpdatedOptimizer
 
 WASTED_REASON = (
     "each step has other numbers or gradients than its graph holds: keep gradients in their place, as packed does, "
@@ -71,7 +72,7 @@ class Capture:
         """The reasons for which steps ran eagerly, with their counts."""
         self._steps: list[CapturedStep] = []
 
-    def take_step(self, optimizer: CapturableOptimizer) -> bool:
+    def take_step(self, optimizer: UpdatedOptimizer) -> bool:
         """Replay the step, after capturing it if need be; return False if nothing was done, and it runs eagerly."""
         reason = why_not_replayable()
         if not reason:
@@ -90,7 +91,7 @@ class Capture:
             raise AddressError("the numbers or addresses that a replay read on the device are not the ones given to it")
         return True
 
-    def try_fast_replay(self, optimizer: CapturableOptimizer) -> bool:
+    def try_fast_replay(self, optimizer: UpdatedOptimizer) -> bool:
         """Replay the step if a fast check of packed memory suffices, as for most steps; otherwise return False."""
         if self.packed is None or self.check or why_not_replayable():
             return False
@@ -100,7 +101,7 @@ class Capture:
         self._replay(optimizer, step)
         return True
 
-    def _replay(self, optimizer: CapturableOptimizer, step: CapturedStep) -> None:
+    def _replay(self, optimizer: UpdatedOptimizer, step: CapturedStep) -> None:
         step.replay(optimizer)
         self._is_fresh = step is not self._last
         self._last = step
@@ -111,13 +112,13 @@ class Capture:
             torch.autograd.graph.increment_version(step.recording.written)
         self.replays += 1
 
-    def _fast_check(self, optimizer: CapturableOptimizer) -> CapturedStep | None:
+    def _fast_check(self, optimizer: UpdatedOptimizer) -> CapturedStep | None:
         """The last step, if a fast check of packed memory shows that it still matches; None if a full check is due."""
         if self.packed is None or not self._is_packed or not self.packed.is_intact():
             return None
         return None if self._steps[0].fast_check(optimizer) else self._steps[0]
 
-    def _full_check(self, optimizer: CapturableOptimizer) -> CapturedStep:
+    def _full_check(self, optimizer: UpdatedOptimizer) -> CapturedStep:
         """Find or capture the step after a check of every address."""
         if self.packed is None:
             return self._matching_step(optimizer)
@@ -134,7 +135,7 @@ class Capture:
             self.packed.remember()
         return step
 
-    def _matching_step(self, optimizer: CapturableOptimizer) -> CapturedStep:
+    def _matching_step(self, optimizer: UpdatedOptimizer) -> CapturedStep:
         """The captured step that matches the current one; captured now if there is none."""
         updater = optimizer._updater
         gradients = updater.gradients(optimizer.param_groups)

@@ -8,7 +8,7 @@ of gradients may change from step to step, and are handed to the replay.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -19,15 +19,15 @@ from subtensors.dispatch.fused.bound_call import interprets_kernels, modes
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Launch, Recording
-from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same, is_plain
+from subtensors.dispatch.graphs.guards import AddressSnapshot, LayoutSnapshot, Writes, are_same
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.kernels.runtime.launcher import current_stream
 from subtensors.optim.batches import GroupBatches, indices_without_gradient
 from subtensors.optim.options import ParamGroup
-from subtensors.optim.state import SteppedOptimizer, needed_entries
-from subtensors.optim.step import Updater
+from subtensors.optim.state import needed_entries
+from subtensors.optim.step import UpdatedOptimizer, Updater
 
 Gradients = list[TensorColumn]
 """The gradients of each group, in the order of its parameters; None for a parameter without one."""
@@ -49,13 +49,6 @@ CONSTANTS = (
 CPU_REASON = "the parameters are on the CPU, where a step has no graph"
 
 
-class CapturableOptimizer(SteppedOptimizer, Protocol):
-    """The attributes of an optimizer that a captured step reads."""
-
-    is_replayable: ClassVar[bool]
-    _updater: Updater
-
-
 class CapturedStep:
     """A captured step of an optimizer with given gradients, or the reason why it can't be captured.
 
@@ -68,7 +61,7 @@ class CapturedStep:
         AddressError: parameters, state or gradients moved during the capture.
     """
 
-    def __init__(self, optimizer: CapturableOptimizer, gradients: Gradients, reason: str = "") -> None:
+    def __init__(self, optimizer: UpdatedOptimizer, gradients: Gradients, reason: str = "") -> None:
         updater = optimizer._updater
         groups = optimizer.param_groups
         self.recording: Recording | None = None
@@ -76,7 +69,7 @@ class CapturedStep:
         """The source of each group's numbers in the recording."""
         self.reason = ""
         """The reason why there is no recording, so that such steps run eagerly; empty if there is one."""
-        batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, i, own)]
+        batches = [batch for i, own in enumerate(gradients) for batch in updater.batches(optimizer, groups, i, own)]
         self.batches = batches
         self.groups: list[GroupBatches] = [updater.groups[i] for i in range(len(gradients))]
         self.stamp = optimizer.state.version.stamp
@@ -88,9 +81,8 @@ class CapturedStep:
         self.gradient_guard = AddressSnapshot(own)
         self.gradient_metadata = LayoutSnapshot(own)
         self.are_plain = all(batch.has_plain_gradients for batch in batches)
-        self.options = [options_of(group) for group in groups]
-        self.values: list[list[object]] = [[] for _ in groups]
-        """The values of each group in the last step, if comparing their identities suffices; else an empty list."""
+        self.options: list[ParamGroup] = [{} for _ in groups]
+        """Each group in the last step, if comparing the identities of its values suffices; else an empty dict."""
         devices = {batch.kind.device for batch in batches}
         self.device = min(devices, key=str, default=torch.device("cpu"))
         self.constants = self._read_constants(optimizer)
@@ -107,7 +99,7 @@ class CapturedStep:
         except NotRecordable as error:
             self.recording, self.reason = None, str(error)
 
-    def _record(self, optimizer: CapturableOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
+    def _record(self, optimizer: UpdatedOptimizer, gradients: list[Tensor], devices: set[torch.device]) -> None:
         name = type(optimizer).__name__
         if not devices:
             raise NotRecordable("no parameter has a gradient")
@@ -121,7 +113,6 @@ class CapturedStep:
             for group in optimizer.param_groups:
                 # Numbers are then known by identity, wherever the step hands them on.
                 group.update({name: fresh_copy(value) for name, value in group.items() if name != "params"})
-            self.options = [options_of(group) for group in optimizer.param_groups]
         self.recording = Recording(self.device, self.has_other_ops)
         self._record_update(optimizer, self.recording, gradients)
         moved = self.first_moved()
@@ -133,7 +124,7 @@ class CapturedStep:
             if launch.source is not None:  # the norm has no source, and takes no numbers
                 self._match_numbers(optimizer, launch)
 
-    def _record_update(self, optimizer: CapturableOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
+    def _record_update(self, optimizer: UpdatedOptimizer, recording: Recording, gradients: list[Tensor]) -> None:
         """Record the update, with loss scales in memory of the recording's own."""
         self.buffers = {
             name: torch.empty_like(getattr(optimizer, name), device=self.device)
@@ -160,7 +151,7 @@ class CapturedStep:
                 "step was captured: write them in functions made by st.fused alone, or leave is_replayable = False"
             )
 
-    def _match_numbers(self, optimizer: CapturableOptimizer, launch: Launch) -> None:
+    def _match_numbers(self, optimizer: UpdatedOptimizer, launch: Launch) -> None:
         """Match the numbers of a launch with the dynamic scalars of its group, which may change between replays."""
         index = self._sources.index(launch.source)
         group = optimizer.param_groups[index]
@@ -185,7 +176,7 @@ class CapturedStep:
         params = self.param_guard.changed(self.params, "parameter")
         return params or self.state_guard.changed(self.state, "state tensor")
 
-    def full_check(self, optimizer: CapturableOptimizer, gradients: Gradients) -> str:
+    def full_check(self, optimizer: UpdatedOptimizer, gradients: Gradients) -> str:
         """The reason why a step can't replay this recording; empty if it can, and the recording is then ready."""
         if reason := self.fast_check(optimizer):
             return reason
@@ -198,7 +189,7 @@ class CapturedStep:
             return "a parameter moved"
         return self._update_gradients(_present(gradients))
 
-    def fast_check(self, optimizer: CapturableOptimizer) -> str:
+    def fast_check(self, optimizer: UpdatedOptimizer) -> str:
         """The same as `full_check`, for a step whose parameters and gradients are known to be at their addresses."""
         constants = self._read_constants(optimizer)
         if constants != self.constants:
@@ -207,8 +198,7 @@ class CapturedStep:
         for i, group in enumerate(optimizer.param_groups):
             if not self.groups[i].has_params(group["params"]):
                 return f"the parameters of group {i} were replaced"
-            values = self.values[i]
-            if are_same(group.values(), values):
+            if are_same(group.values(), self.options[i].values()):
                 continue  # the very objects of the last step: none of them changed
             if reason := self._update_options(optimizer, i, group):
                 return reason
@@ -217,7 +207,7 @@ class CapturedStep:
                 return "state moved, or parameters were cast"
         return ""
 
-    def _read_constants(self, optimizer: CapturableOptimizer) -> tuple[object, ...]:
+    def _read_constants(self, optimizer: UpdatedOptimizer) -> tuple[object, ...]:
         """The values that a recording holds besides tensors and numbers, one for each of `CONSTANTS`."""
         return (
             optimizer.state.version.stamp,
@@ -229,13 +219,12 @@ class CapturedStep:
             getattr(optimizer, "found_inf", None) is None,
         )
 
-    def _update_options(self, optimizer: CapturableOptimizer, index: int, group: ParamGroup) -> str:
+    def _update_options(self, optimizer: UpdatedOptimizer, index: int, group: ParamGroup) -> str:
         """Hand the numbers of a group to the recording; return the reason if it can't take them, else ""."""
         if not self.groups[index].accept(group, needed_entries(optimizer, group)):
             return f"group {index} needs other state"
-        options = options_of(group)
-        are_immutable = all(map(is_plain, options))
-        if are_immutable and all(map(differ_by_scalars, options, self.options[index])):
+        before = self.options[index]
+        if before and [*group] == [*before] and all(map(differ_by_scalars, group.values(), before.values())):
             numbers = [number_at(group, path) for path in self.paths[index]]
             hosts: list[float] = []
         else:
@@ -246,8 +235,7 @@ class CapturedStep:
             if any(numbers[i] != self.numbers[index][i] for i in self.constant_numbers[index]):
                 return CONSTANT_NUMBER
             self.recording.set_numbers(self._sources[index], numbers, hosts)
-        self.options[index] = options
-        self.values[index] = list(group.values()) if are_immutable else []
+        self.options[index] = dict(group) if self.groups[index].values else {}
         return ""
 
     def _update_gradients(self, own: list[Tensor]) -> str:
@@ -264,7 +252,7 @@ class CapturedStep:
             self.gradient_guard.addresses = addresses
         return ""
 
-    def replay(self, optimizer: CapturableOptimizer) -> None:
+    def replay(self, optimizer: UpdatedOptimizer) -> None:
         """Replay the step, without telling autograd of the tensors that it wrote, which are `recording.written`."""
         assert self.recording is not None
         if Release.count:
@@ -290,11 +278,6 @@ def _present(gradients: Gradients) -> list[Tensor]:
     return [g for own in gradients for g in own if g is not None]
 
 
-def options_of(group: ParamGroup) -> list[object]:
-    """The options of a group: all its values but the parameters."""
-    return [value for name, value in group.items() if name != "params"]
-
-
 def differ_by_scalars(now: object, before: object) -> bool:
     """Return whether two values are the same object, or differ only as dynamic scalars do.
 
@@ -310,8 +293,7 @@ def differ_by_scalars(now: object, before: object) -> bool:
 def number_paths(updater: Updater, group: ParamGroup, device: torch.device) -> list[tuple[Any, ...]]:
     """The paths of a group's dynamic scalars, in the order in which the step takes them."""
     values: PyTree = updater.values(group, device)
-    paths = optree.tree_paths(values, none_is_leaf=True)
-    leaves = optree.tree_leaves(values, none_is_leaf=True)
+    paths, leaves, _ = optree.tree_flatten_with_path(values, none_is_leaf=True)
     return [path for path, leaf in zip(paths, leaves, strict=True) if type(leaf) in (float, int)]
 
 

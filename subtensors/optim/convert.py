@@ -52,7 +52,7 @@ def convert(optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Opt
     given = group_options(options)
     groups = [{**group, **given} for group in optimizer.param_groups]
     # What a scheduler has made of a number may be out of range, and is loaded as it is.
-    converted = cls([{**given, "params": [*group["params"]]} for group in groups])
+    converted = cls([{"params": [*group["params"]]} for group in groups], **options)
     converted.defaults.update(optimizer.defaults, **given)
     # The groups that it loads are copies; the optimizer keeps the values themselves, which others may hold.
     converted.load_state_dict(optimizer.state_dict() | {"param_groups": converted.state_dict()["param_groups"]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from subtensors.optim.options import Options
+from subtensors.optim.options import DEFAULTS, Options
 
 SHARED = """
     Args:
@@ -52,9 +52,7 @@ def inherit_docstring(cls: type) -> None:
     known = {entry.partition(":")[0]: f"        {entry.rstrip()}\n" for entry in entries}
     names = [name for name in inspect.signature(cls).parameters if name != "options"]
     sections = documented[1] | documented[-1]
-    sections["Args"] = "".join(
-        ["    Args:\n", *map(known.__getitem__, dict.fromkeys((*names, *Options.__annotations__))), "\n"]
-    )
+    sections["Args"] = "".join(["    Args:\n", *map(known.__getitem__, dict.fromkeys((*names, *DEFAULTS))), "\n"])
     cls.__doc__ = "".join(sections.get(name, "") for name in ("", "Args", "Raises", "Example", "Source"))
 
 

@@ -18,7 +18,6 @@ from subtensors.dispatch.torch_internals import ops as ops_internals
 from subtensors.dispatch.torch_internals.autograd import free_gathered
 
 if TYPE_CHECKING:
-    from torch.distributed import ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -37,13 +36,11 @@ class Sharding(NamedTuple):
     def all_reduce(self, results: Tensor, kind: str = "sum") -> None:
         """Combine the results of all shards ("sum", "prod", "amax" or "amin"), in place and on each process."""
         for dim in self.dims:
-            torch.distributed.all_reduce(results, op=_REDUCE_OPS[kind], group=self.mesh.get_group(dim))
+            op = getattr(torch.distributed.ReduceOp, _REDUCE_OPS[kind])
+            torch.distributed.all_reduce(results, op=op, group=self.mesh.get_group(dim))
 
 
-_REDUCE_OPS: dict[str, ReduceOp.RedOpType] = {}
-if torch.distributed.is_available():
-    ops = torch.distributed.ReduceOp
-    _REDUCE_OPS |= {"sum": ops.SUM, "prod": ops.PRODUCT, "amax": ops.MAX, "amin": ops.MIN}
+_REDUCE_OPS = {"sum": "SUM", "prod": "PRODUCT", "amax": "MAX", "amin": "MIN"}
 
 
 def is_sharded(t: Tensor) -> TypeGuard[DTensor]:

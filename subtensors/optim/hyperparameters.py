@@ -116,17 +116,6 @@ def number_counts(cls: type, update: Callable[..., None]) -> dict[str, int]:
     return counts
 
 
-def never_none(cls: type) -> frozenset[str]:
-    """The hyperparameters of a constructor that are not None by default, nor any of their numbers."""
-    parameters = inspect.signature(cls).parameters.values()
-    return frozenset(p.name for p in parameters if None not in _numbers(p.default))
-
-
-def flags(cls: type) -> frozenset[str]:
-    """The hyperparameters of a constructor that are on or off by default."""
-    return frozenset(p.name for p in inspect.signature(cls).parameters.values() if isinstance(p.default, bool))
-
-
 def checked_values(values: Values, counts: Mapping[str, int], accepted: Accepted | None) -> Values:
     """Check hyperparameters, and return them with the defaults of those that are missing.
 

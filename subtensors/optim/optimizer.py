@@ -34,7 +34,7 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.torch_internals import dynamo
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim import accumulation
-from subtensors.optim.backward_step import PartedOptimizer, hook_updates, refuse_scaler
+from subtensors.optim.backward_step import hook_updates, refuse_scaler
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.capture import Capture
 from subtensors.optim.hyperparameters import Accepted, checked_values, parameters_in
@@ -124,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
     _updater: Updater
     _arena: Arena | None = None
     _capture: Capture | None = None
-    _parts: dict[Tensor, PartedOptimizer]
+    _parts: dict[Tensor, Updater]
     _is_provisional = False
     """True while the state is what `torch.distributed.checkpoint` made to learn what there is."""
 
@@ -160,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Create the state of all parameters now, before they have gradients."""
         for group in self.param_groups:
-            StateFactory(self).create_group(group["params"], group)
+            StateFactory(self).create_all(group["params"], group)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update one tensor in one step; each subclass implements it."""

@@ -30,7 +30,16 @@ class OwnOptions(TypedDict, total=False):
     arena: Arena | None
 
 
-class Options(OwnOptions, total=False):
+class KeywordOptions(OwnOptions, total=False):
+    """The options of `Options` that every class of torch.optim takes by keyword, if at all."""
+
+    maximize: bool
+    capturable: bool
+    fused: bool | None
+    differentiable: bool
+
+
+class Options(KeywordOptions, total=False):
     """Options of any optimizer; each may differ between parameter groups, unless it says otherwise.
 
     A group holds only the options that it was given, so that without any it is the same as torch.optim's.
@@ -57,11 +66,7 @@ class Options(OwnOptions, total=False):
         differentiable: only False.
     """
 
-    maximize: bool
     foreach: bool | None
-    capturable: bool
-    fused: bool | None
-    differentiable: bool
 
 
 TORCH_DEFAULTS = {"maximize": False, "foreach": None, "capturable": False, "fused": None, "differentiable": False}
@@ -132,12 +137,11 @@ def group_options(options: Options, cls: type = object) -> ParamGroup:
 
     Raises:
         TypeError: an option is not known.
-        ValueError: one that is True or False, or an arena, is something else.
+        ValueError: the arena is something else.
     """
     given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():
         raise TypeError(_unknown_option(min(unknown), cls, sorted(defaults)))
-    check_flags(given)
     if not isinstance(given.get("arena"), Arena | None):
         raise ValueError(f"Invalid arena: {shown(given['arena'])}; expected a st.Arena or None")
     return {

@@ -24,7 +24,7 @@ from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import BatchKind
 from subtensors.optim.dtensor import free_gathered_weights
-from subtensors.optim.hyperparameters import OPTIONS, Accepted, flags, never_none, number_counts
+from subtensors.optim.hyperparameters import OPTIONS, Accepted, number_counts
 from subtensors.optim.low_bit_state import convert_entry, low_bit_dtype
 from subtensors.optim.options import IN_STEP, ParamGroup
 from subtensors.optim.traced_update import SUM_OF_SQUARES
@@ -89,9 +89,10 @@ class Declaration:
 
     def __init__(self, cls: type[SteppedOptimizer], base: type[SteppedOptimizer]) -> None:
         function: Callable[..., None] = cls.update  # type: ignore[assignment]  # a function of the class, unbound
-        _, _, _, *rest = signature = list(inspect.signature(function).parameters.values())
+        signature = list(inspect.signature(function).parameters.values())
         if [s.kind for s in signature[:3]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3:
             raise TypeError(f"{cls.__name__}.update takes self, p and g first")
+        rest = signature[3:]
         hyperparameters = [s for s in rest if s.kind is inspect.Parameter.KEYWORD_ONLY]
         self.entries = tuple(s.name for s in rest if s not in hyperparameters)
         """The state entries that `update` takes, in its order."""
@@ -100,9 +101,12 @@ class Declaration:
         OPTIONS.update(self.hyperparameters)
         self.number_counts = number_counts(cls, function)
         """The hyperparameters that are numbers, and of how many each is."""
-        self.never_none = never_none(cls) if cls._accepted is not None else frozenset[str]()
-        """The hyperparameters that the class refuses as None; an `update` of a user's own may take any."""
-        self.flags = flags(cls) if cls._accepted is not None else frozenset[str]()
+        # An `update` of a user's own may take any value.
+        arguments = inspect.signature(cls).parameters if cls._accepted is not None else {}
+        defaults = {name: argument.default for name, argument in arguments.items()}
+        self.never_none = {name for name, x in defaults.items() if None not in (x if isinstance(x, tuple) else (x,))}
+        """The hyperparameters that the class refuses as None, as no default, or number in one, is None."""
+        self.flags = {name for name, x in defaults.items() if isinstance(x, bool)}
         """The hyperparameters that the class takes as on or off."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
         """The hyperparameters without a default in `update`."""
@@ -160,8 +164,14 @@ class StateFactory:
         has_master = group.get("master_weights") and arithmetic_dtype(p.dtype) != p.dtype
         return (MASTER, *needed) if has_master else needed
 
-    def create_all(self, params: Sequence[Tensor], entries: Sequence[tuple[str, ...]], group: ParamGroup) -> None:
-        """Create the state entries that these parameters lack, together for like parameters without any state."""
+    def create_all(self, params: Sequence[Tensor], group: ParamGroup) -> list[tuple[str, ...]]:
+        """Create the state entries that parameters of a group lack, together for like parameters without any state.
+
+        Returns:
+            The entries that each parameter has.
+        """
+        needed = needed_entries(self.optimizer, group)
+        entries = [self.entries_of(p, needed, group) for p in params]
         # State in fewer bits, or in an arena, is made one by one, so that there is never twice the memory.
         is_plain = group.get("state_dtype") is None and self.arena is None
         alike: dict[tuple[tuple[str, ...], torch.device, torch.dtype], list[Tensor]] = {}
@@ -177,6 +187,7 @@ class StateFactory:
                 columns = [list(map(static_in_place, column)) for column in columns]
             for p, *values in zip(together, *columns, strict=True):
                 self.state[p] = dict(zip(own, values, strict=True))
+        return entries
 
     def create(self, p: Tensor, entries: tuple[str, ...], group: ParamGroup) -> None:
         """Create those of these state entries that the parameter lacks."""
@@ -191,17 +202,9 @@ class StateFactory:
                 if name == "step" and not is_new:
                     state[name].fill_(1)
             convert_entry(state, name, low_bit_dtype(name, p, group, self.declaration.low_bit))
-        if self.arena is None and not self.is_static:
-            return
         for name, value in [*state.items()]:
             if (placed := self._place(value)) is not value:
                 state[name] = placed
-
-    def create_group(self, params: Sequence[Tensor], group: ParamGroup) -> None:
-        """Create the state of all parameters of a group."""
-        needed = needed_entries(self.optimizer, group)
-        for p in params:
-            self.create(p, self.entries_of(p, needed, group), group)
 
     def initial_value(self, p: Tensor, name: str, group: ParamGroup) -> Tensor:
         """The value of state entry `name` of this parameter before its first step."""

@@ -23,25 +23,23 @@ from subtensors.dispatch.torch_internals.checkpoint import is_initializing_state
 from subtensors.optim import accumulation
 from subtensors.optim.accumulation import GRADIENT, Group
 from subtensors.optim.capture import Capture
-from subtensors.optim.captured_step import CapturableOptimizer
 from subtensors.optim.dtensor import distributed_like
-from subtensors.optim.hyperparameters import OPTIONS, Accepted, check_types, filled_options
+from subtensors.optim.hyperparameters import OPTIONS, check_types, filled_options
 from subtensors.optim.low_bit_state import convert_entry, dequantized_state, low_bit_dtype
 from subtensors.optim.options import DEFAULTS, ParamGroup, complete_group
 from subtensors.optim.state import AVERAGE, ENTRIES, MASTER, StateFactory, needed_entries
-from subtensors.optim.step import accumulates
+from subtensors.optim.step import UpdatedOptimizer, accumulates
 from subtensors.optim.versions import Entry, States
 
 SavedState = dict[str, Any]
 """The return value of torch's `state_dict`: `state` and `param_groups`."""
 
 
-class SavedOptimizer(CapturableOptimizer, Protocol):
+class SavedOptimizer(UpdatedOptimizer, Protocol):
     """The attributes of an optimizer that are saved and loaded, or say how."""
 
     defaults: Group
     host_entries: ClassVar[Collection[str]]
-    _accepted: ClassVar[Accepted | None]
     _capture: Capture | None
     _is_provisional: bool
 
@@ -91,7 +89,7 @@ def _add_gradients(saved: SavedState, optimizer: SavedOptimizer) -> None:
     apart = StateFactory(optimizer, is_apart=True)
     for p, group in accumulation.waiting(optimizer.param_groups):
         if not optimizer.state.get(p):
-            apart.create_group([p], group)
+            apart.create_all([p], group)
         state = optimizer.state.get(p) or apart.state.get(p, {})
         saved["state"][indices[p]] = Entry({**state, GRADIENT: p.grad})
 
@@ -266,7 +264,7 @@ def take_checkpoint_step(optimizer: SavedOptimizer) -> bool:
 def make_state(optimizer: SavedOptimizer) -> None:
     """Create the state of all parameters that can have a gradient."""
     for group in optimizer.param_groups:
-        StateFactory(optimizer).create_group([p for p in group["params"] if p.requires_grad], group)
+        StateFactory(optimizer).create_all([p for p in group["params"] if p.requires_grad], group)
 
 
 def _is_zero(lr: object) -> bool:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.torch_internals import dynamo, ops
 from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.gc_pause import gc_paused
+from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
 from subtensors.optim.dtensor import Sharding, sharding_of
 from subtensors.optim.gradient_norm import GradientNorm
@@ -56,7 +57,7 @@ def with_hooks(step: Step) -> Step:
     return hooked  # type: ignore[return-value]
 
 
-def accumulates(groups: Sequence[dict[str, Any]]) -> bool:
+def accumulates(groups: Sequence[Group]) -> bool:
     """Return whether some calls of `step` only count a pass over gradients: see `accumulation`."""
     return groups[0].get("accumulate", 1) != 1 or PASSES in groups[0]
 
@@ -69,6 +70,15 @@ class StepFunction(Protocol):
 
     def read_values(self) -> tuple[object, ...]:
         """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
+
+
+class UpdatedOptimizer(SteppedOptimizer, Protocol):
+    """An optimizer with what updates its parameters: all in a step, or each in the backward."""
+
+    is_replayable: ClassVar[bool]
+    _fusion: ClassVar[StepFunction]
+    _updater: Updater
+    _parts: dict[Tensor, Updater]
 
 
 class Updater:
@@ -91,11 +101,16 @@ class Updater:
         self._shard_functions: dict[Sharding, FusedFunction] = {}
         """For steps of shards that depend on each other."""
 
-    def update_all(self, optimizer: SteppedOptimizer) -> None:
-        """Update every parameter that has a gradient, now or in the graph that is being captured."""
-        groups = optimizer.param_groups
+    def update_all(self, optimizer: SteppedOptimizer, groups: list[Group] | None = None) -> None:
+        """Update every parameter that has a gradient, now or in the graph that is being captured.
+
+        Args:
+            optimizer: the optimizer.
+            groups: the groups to update, if they are not those of the optimizer.
+        """
+        groups = optimizer.param_groups if groups is None else groups
         gradients = self.gradients(groups)
-        batches = [self.batches(optimizer, index, grads) for index, grads in enumerate(gradients)]
+        batches = [self.batches(optimizer, groups, index, grads) for index, grads in enumerate(gradients)]
         prelude = None
         dynamic = current_scalars()
         try:
@@ -115,7 +130,7 @@ class Updater:
         if dynamic is not None:
             dynamic.source = None
 
-    def gradients(self, groups: list[dict[str, Any]]) -> list[TensorColumn]:
+    def gradients(self, groups: list[Group]) -> list[TensorColumn]:
         """The gradients of each group, None for a parameter without one."""
         columns = []
         for index, group in enumerate(groups):
@@ -125,11 +140,11 @@ class Updater:
             columns.append(TensorColumn(map(_grad, group["params"]), like=like))
         return columns
 
-    def batches(self, optimizer: SteppedOptimizer, index: int, grads: TensorColumn) -> list[Batch]:
-        """The batches of a group for these gradients; state that a parameter lacks is created."""
-        if optimizer.state.version.stamp is not self._stamp or len(self.groups) > len(optimizer.param_groups):
+    def batches(self, optimizer: SteppedOptimizer, groups: list[Group], index: int, grads: TensorColumn) -> list[Batch]:
+        """The batches of one of these groups for these gradients; state that a parameter lacks is created."""
+        if optimizer.state.version.stamp is not self._stamp or len(self.groups) > len(groups):
             self.forget()
-        group = optimizer.param_groups[index]
+        group = groups[index]
         params = group["params"]
         known = self.groups.get(index)
         has_values = known is not None and known.has_values(group)
@@ -145,7 +160,7 @@ class Updater:
         self.refuse_sparse(grads)
         with gc_paused():
             entries = needed_entries(optimizer, group)
-            kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
+            kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads), params)
             batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
         self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
         self._stamp = optimizer.state.version.stamp
@@ -240,15 +255,11 @@ class Updater:
             self._shard_functions[sharding] = FusedFunction(step, exchange=sharding.all_reduce)
         return self._shard_functions[sharding]
 
-    def _kinds(
-        self, optimizer: SteppedOptimizer, group: dict[str, Any], grads: TensorColumn, needed: tuple[str, ...]
-    ) -> dict[BatchKind, list[int]]:
+    def _kinds(self, optimizer: SteppedOptimizer, group: Group, grads: TensorColumn) -> dict[BatchKind, list[int]]:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
         present = [i for i, g in enumerate(grads) if g is not None]
-        factory = StateFactory(optimizer)
-        entries = [factory.entries_of(params[i], needed, group) for i in present]
-        factory.create_all([params[i] for i in present], entries, group)
+        entries = StateFactory(optimizer).create_all([params[i] for i in present], group)
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]
@@ -256,7 +267,7 @@ class Updater:
             kinds.setdefault(BatchKind(p.device, p.is_complex(), sharding_of(p), own, dtypes), []).append(i)
         return kinds
 
-    def _batch(self, optimizer: SteppedOptimizer, group: dict[str, Any], kind: BatchKind, indices: list[int]) -> Batch:
+    def _batch(self, optimizer: SteppedOptimizer, group: Group, kind: BatchKind, indices: list[int]) -> Batch:
         """The batch of these parameters of the group, which are of one kind."""
         sees_shards = reduces_shards = False
         if kind.sharding is not None:

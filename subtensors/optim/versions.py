@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Self, SupportsIndex
 
 import torch
@@ -31,13 +31,14 @@ class Version:
         self.stamp = object()
 
 
-def _stamping(method: Callable[..., Any]) -> Any:
-    """Wrap a method of dict so that each call puts a new stamp on the version."""
+def _stamping(method: Callable[..., Any], version: str = "version") -> Any:
+    """Wrap a method so that each call puts a new stamp on the version in an attribute."""
 
-    @wraps(method, assigned=("__name__",))  # not the documentation, whose examples are dict's own
-    def changing(self: _VersionedDict, *args: object) -> object:
-        self.version.stamp = object()
-        return method(self, *args)
+    @wraps(method, assigned=("__name__",))  # not the documentation, whose examples are the original's
+    def changing(self: object, *args: object, **kwargs: object) -> object:
+        result = method(self, *args, **kwargs)
+        getattr(self, version).stamp = object()
+        return result
 
     return changing
 
@@ -122,17 +123,7 @@ class States(_VersionedDict, defaultdict[Any, Any]):
 _VERSION = "_watched_by"
 """The attribute of a watched tensor that holds its version."""
 
-
-def _stamping_call(method: Callable[..., Any]) -> Any:
-    """Wrap a tensor method so that each call is stamped."""
-
-    @wraps(method, assigned=("__name__",))  # not the examples of torch's own documentation
-    def call(t: Tensor, *args: object, **kwargs: object) -> object:
-        result = method(t, *args, **kwargs)
-        vars(t)[_VERSION].stamp = object()
-        return result
-
-    return call
+_stamping_call = partial(_stamping, version=_VERSION)
 
 
 def _stamping_attribute(attribute: Any) -> Any:

@@ -92,6 +92,11 @@ def test_a_declaration_that_does_not_fit_update_is_refused_when_the_class_is_mad
         class _NoGradient(st.optim.Optimizer):
             def update(self, p: Tensor, *, lr: float) -> None: ...
 
+    with pytest.raises(TypeError, match="takes self, p and g first"):
+
+        class _ParameterAlone(st.optim.Optimizer):
+            def update(self, p: Tensor) -> None: ...
+
 
 def test_the_base_class_alone_is_no_optimizer() -> None:
     with pytest.raises(TypeError, match="Optimizer has no update method"):

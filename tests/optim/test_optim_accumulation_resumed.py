@@ -272,6 +272,16 @@ def test_the_mean_is_over_the_passes_that_were_when_their_number_is_changed_in_b
     assert p.item() == -2.0
 
 
+def test_steps_go_on_when_the_number_of_passes_becomes_one_after_an_update() -> None:
+    (p,) = ones(1)
+    optimizer = st.optim.SGD([p], lr=1.0, accumulate=2)
+    for passes in (2, 2, 1, 1):
+        optimizer.param_groups[0]["accumulate"] = passes
+        p.grad = torch.ones(1)
+        optimizer.step()
+    assert p.item() == 1 - 1 / 2 - 1 - 1
+
+
 def test_a_step_that_raises_is_not_counted() -> None:
     (p,) = ones(1)
     optimizer = st.optim.SGD([p], lr=1.0, accumulate=2)

@@ -128,6 +128,21 @@ def test_a_changed_value_reaches_the_captured_step(reader: Any, packed: bool, de
     assert list(capture.reasons) == ["a value changed that update reads besides its arguments"]
 
 
+def test_an_option_that_a_group_is_given_later_reaches_the_captured_step(device: str) -> None:
+    p = nn.Parameter(torch.zeros(2, device=device))
+    optimizer = st.optim.SGD([p], lr=1.0)
+    capture = optimizer.capture()
+    group = optimizer.param_groups[0]
+    for change in (dict, lambda: group.update(max_norm=1.0), dict, lambda: group.pop("max_norm")):
+        change()
+        before = p.detach().clone()
+        p.grad = torch.tensor([3.0, 4.0], device=device)
+        optimizer.step()
+        length = (before - p.detach()).norm().item()
+        assert length == pytest.approx(1.0 if "max_norm" in group else 5.0, rel=1e-5)
+    assert capture.stats() == {"recordings": 2, "replays": 4, "eager_steps": 0}
+
+
 @st.fused
 def step_back(p: Tensor, g: Tensor) -> None:
     p.sub_(FACTOR * g)

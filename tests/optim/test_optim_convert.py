@@ -72,6 +72,19 @@ def test_options_of_this_package_may_be_added() -> None:
     assert int(ours.state[p]["step"]) == 2
 
 
+def test_options_of_the_whole_optimizer_may_be_added() -> None:
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    theirs = torch.optim.AdamW([p], lr=1e-3)
+    theirs.step()
+    arena = st.Arena("cpu")
+    ours = st.optim.convert(theirs, graph=True, arena=arena)
+    ours.step()
+    assert ours.replays is not None
+    assert ours.state[p]["exp_avg"] in arena
+    assert int(ours.state[p]["step"]) == 2
+
+
 @pytest.mark.parametrize("schedule", [lambda o: StepLR(o, 2, 0.5), lambda o: OneCycleLR(o, 0.5, total_steps=12)])
 def test_a_scheduler_that_is_given_the_new_optimizer_schedules_it(schedule: Any) -> None:
     values = start("cpu", torch.float64, STATE_SHAPES)

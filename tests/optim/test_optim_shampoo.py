@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subtensors as st
-from subtensors.optim.algorithms.preconditioners import matrix_shape, sides_of
-from subtensors.optim.algorithms.shampoo import matrix_power
+from subtensors.optim.algorithms.shampoo import matrix_power, matrix_shape, sides_of
 
 SHAPES = [(5, 5), (3, 7), (7, 3), (5, 5), (4, 2, 3), (3, 2, 2, 2), (6,), (), (5, 40), (1, 4)]
 STEPS = 7

@@ -10,7 +10,7 @@ from torch import Tensor
 from subtensors.optim.algorithms.adam import adam_denominator, decay_weights, update_moments
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import Options, OwnOptions
+from subtensors.optim.options import KeywordOptions, Options
 from subtensors.optim.traced_update import add_decay
 
 
@@ -159,11 +159,7 @@ class Adamax(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
         foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        capturable: bool = False,
-        **options: Unpack[OwnOptions],
+        **options: Unpack[KeywordOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

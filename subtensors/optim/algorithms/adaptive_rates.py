@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subtensors.optim.hyperparameters import Accepted, hyperparameters
 from subtensors.optim.optimizer import Optimizer, Params
-from subtensors.optim.options import OwnOptions
+from subtensors.optim.options import KeywordOptions, OwnOptions
 from subtensors.optim.traced_update import add_decay
 
 
@@ -101,11 +101,7 @@ class Adagrad(Optimizer):
         initial_accumulator_value: float = 0,
         eps: float = 1e-10,
         foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **options: Unpack[OwnOptions],
+        **options: Unpack[KeywordOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
         self._create_state()
@@ -156,11 +152,7 @@ class Adadelta(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0,
         foreach: bool | None = None,
-        *,
-        capturable: bool = False,
-        maximize: bool = False,
-        differentiable: bool = False,
-        **options: Unpack[OwnOptions],
+        **options: Unpack[KeywordOptions],
     ) -> None:
         super().__init__(params, hyperparameters(locals()), **options)
 

@@ -181,19 +181,11 @@ class ListStep:
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
             return
-        results = [
-            (column, TensorColumn(map(full_tensor, column))) for column in (p, master, *entries) if column is not None
-        ]
-        gathered = {id(column): result for column, result in results}
-        self(
-            gathered[id(p)],
-            TensorColumn(map(full_tensor, g)),
-            gathered.get(id(master)),
-            tuple([gathered.get(id(column)) for column in entries]),
-            *rest,
-        )
-        for column, new_values in results:
-            for t, result in zip(column, new_values, strict=True):
+        weights, gradients = (TensorColumn(map(full_tensor, column)) for column in (p, g))
+        state = [None if column is None else TensorColumn(map(full_tensor, column)) for column in (master, *entries)]
+        self(weights, gradients, state[0], tuple(state[1:]), *rest)
+        for column, new_values in zip((p, master, *entries), (weights, *state), strict=True):
+            for t, result in zip(column or (), new_values or (), strict=True):
                 if is_sharded(t):
                     write_part(t, result)
         # The step wrote through shards; autograd must be told that the DTensors were written.

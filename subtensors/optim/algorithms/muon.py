@@ -181,16 +181,11 @@ def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
 def _orthogonalized(x: Tensor, coefficients: Coefficients, steps: int, adjust_lr_fn: str | None) -> Tensor:
     """Newton-Schulz on a stack, with the factor of the learning rate that its shape asks for."""
     rows, columns = x.shape[1:]
-    return newton_schulz(x, coefficients, steps, _FACTORS[adjust_lr_fn](rows, columns))
+    return newton_schulz(x, coefficients, steps, _FACTORS[adjust_lr_fn or "original"](rows, columns))
 
 
-def _original(rows: int, columns: int) -> float:
-    return math.sqrt(max(1, rows / columns))
-
-
-_FACTORS: dict[str | None, Callable[[int, int], float]] = {
-    None: _original,
-    "original": _original,
+_FACTORS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 

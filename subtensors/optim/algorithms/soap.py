@@ -10,7 +10,7 @@ from torch import Tensor
 from subtensors.fused.fuse import fused
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.algorithms.matrix_optimizer import MatrixOptimizer, by_shape
-from subtensors.optim.algorithms.preconditioners import (
+from subtensors.optim.algorithms.shampoo import (
     SIDES,
     accumulate_moment,
     as_matrices,

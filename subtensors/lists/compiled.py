@@ -1,20 +1,27 @@
-"""Gradients through lists in compiled code.
+"""Lists in compiled code: gradients through them, and the shapes, strides and dtypes of their elements.
 
 In eager mode gradients flow through the elements, and the list itself takes no part. Compiled code is given the list
 alone, which `wrappers` connects to the elements: joined before the guards of compiled code look at it, and split
 in compiled code. Between the two, results are lists of traced tensors, tracked one by one as in eager mode.
+
+Dynamo does not ask the type for metadata: it answers from the one shape that it has for every tensor, which for a list
+is the number of elements. So its answers are replaced by a list with one value per element. These are constants of the
+graph, guarded by the layout of a packed list and by each element of an unpacked one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from subtensors.dispatch.lists.list_call import ElementList
 from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
+from subtensors.dispatch.torch_internals import dynamo, dynamo_rules
 from subtensors.dispatch.torch_internals.autograd import is_transforming
 
 Edge = Tensor | torch.autograd.graph.Node
@@ -89,3 +96,33 @@ def detached_alias(element: Tensor, index: int, aliases: dict[int, Tensor]) -> T
     if alias is None or alias.data_ptr() != element.data_ptr() or alias.shape != element.shape:
         alias = aliases[index] = element.detach()
     return alias
+
+
+_ATTRIBUTES = "shape ndim dtype device layout is_cuda".split()
+_METHODS = "size stride numel nelement dim ndimension is_contiguous element_size is_floating_point is_complex".split()
+
+_FUNCTIONS = "numel is_floating_point is_complex".split()
+
+
+def teach_compiler(kind: type[ElementList]) -> None:
+    """Make compiled code answer metadata queries on lists of this type from their elements."""
+    reason = (
+        "compiled code is given fake tensors for the elements of a TensorList, which have no .grad: give it the "
+        "gradients as a list of their own, or the parameters as a plain list"
+    )
+    methods = ["__len__", *_METHODS]
+    rule = partial(dynamo.trace_as_list, kind, _answer, methods, _FUNCTIONS, _ATTRIBUTES, "tensors", reason)
+    dynamo_rules.declare(kind, rule)
+
+
+def _answer(elements: ElementList, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    if name == "__len__":
+        return elements.treespec.num_leaves
+    members = [getattr(t, name) for t in elements.tensors]
+    answers = members if name in _ATTRIBUTES else [method(*args, **kwargs) for method in members]
+    if any(map(dynamo.is_symbolic, answers)):
+        raise RuleError(
+            f"{name} of a TensorList has no rule where the compiler does not know the sizes of its elements: ask "
+            "for it outside, pack() the list, or compile with dynamic=False"
+        )
+    return answers
