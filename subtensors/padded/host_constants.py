@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_tensors
+from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
+from subtensors.padded.padded_tensor import PaddedTensor
 
 _FROM_DATA = frozenset([torch.tensor, torch.as_tensor, Tensor.new_tensor])
 _SHARING_MEMORY = frozenset([torch.from_numpy, torch.frombuffer, torch.asarray, torch.as_tensor])
@@ -34,16 +36,20 @@ class HostConstants:
     def run(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Run one call of the program, with copies from pinned memory where it copies from the host."""
         if func in (Tensor.to, Tensor.cuda) and id(args[0]) in self._made:
-            like = func(args[0].new_empty(0), *args[1:], **kwargs)
+            x = args[0]
+            like = func(torch.empty(0, dtype=x.dtype, device="cpu"), *args[1:], **kwargs)
             if like.device.type != "cpu":
-                return self._copied(args[0].to(like.dtype), like.device)
+                if not isinstance(x, PaddedTensor):
+                    return self._copied(x.to(like.dtype), like.device)
+                value = unwrap_with_grad(x)
+                return wrap_with_grad(value.like(self._copied(value.dense.to(like.dtype), like.device), value.fill))
         elif func in _FROM_DATA and kwargs.keys() <= {"dtype", "device"} and not tree_tensors(args[-1:]):
             device = kwargs.get("device") or (args[0].device if func is Tensor.new_tensor else torch.empty(0).device)
             return self._copied(func(*args, **{**kwargs, "device": "cpu"}), torch.device(device))
         elif func in (Tensor.__getitem__, Tensor.__setitem__):
             args = args[0], *self._operands(*args)
         out = func(*args, **kwargs)
-        self._note(func, tree_tensors((args, kwargs)), out)
+        self.note(func, tree_tensors((args, kwargs)), out)
         return out
 
     def _operands(self, x: Tensor, index: PyTree, *value: PyTree) -> Iterator[PyTree]:
@@ -76,10 +82,16 @@ class HostConstants:
         self.pinned.append(x.pin_memory())
         return self.pinned[-1].to(device, non_blocking=True)
 
-    def _note(self, func: Callable[..., PyTree], given: list[Tensor], out: PyTree) -> None:
-        """Note a tensor that is made on the host; one that takes part in a call with others may hold theirs, too."""
+    def note(self, func: Callable[..., PyTree], given: list[Tensor], out: PyTree) -> None:
+        """Note a tensor that is made on the host; one that takes part in a call with others may hold theirs, too.
+
+        Args:
+            func: was called.
+            given: the tensors among its arguments.
+            out: its result.
+        """
         if all(id(x) in self._made for x in given):
-            if type(out) is Tensor and out.device.type == "cpu" and func not in _SHARING_MEMORY:
+            if type(out) in (Tensor, PaddedTensor) and out.device.type == "cpu" and func not in _SHARING_MEMORY:
                 self._made[id(out)] = out
         else:
             for x in given:

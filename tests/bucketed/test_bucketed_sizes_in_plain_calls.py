@@ -54,6 +54,9 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
         x.sum(1) + torch.arange(9.0, device=x.device)[[2, 3, 5, -2]][range(4)]
     ),
     "a table that is made on the host": _with_table_of_the_host,
+    "positions up to a size that are made on the host": lambda x: (
+        x.sum(1) + (2 * torch.arange(x.shape[1], device="cpu")).to(x.device, x.dtype).sum()
+    ),
     "a list that is moved": lambda x: x.sum(1) + torch.tensor([0.5, 1, 2, 3], device="cpu").to(x.device),
     "positions that are made on the host": lambda x: x.sum(1)[:, torch.tensor([3, 0], device="cpu")],
     "numbers that are written": lambda x: _written(x.sum(1)),
