@@ -92,6 +92,10 @@ class PaddedSize(int):
         return value_at(self.size, self.sizes.assignment(row))
 
 
+_BY_NUMBER = frozenset(["__floordiv__", "__mod__"])
+"""The methods that keep the true size only where the other operand is a positive number that is no size."""
+
+
 def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[PaddedSize, object], object]:
     """Return the method of `int` with this name, which computes with the true size too."""
     plain: Callable[[int, object], object] = getattr(int, name)
@@ -100,25 +104,13 @@ def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[
         number = plain(self, other)
         if not isinstance(number, int) or not isinstance(other, int):
             return number
+        if name in _BY_NUMBER and (isinstance(other, PaddedSize) or other < 1):
+            return number
         if not isinstance(other, PaddedSize):
             return self.derived(number, combined(self.size, as_expression(int(other))), self.sizes)
         sizes = self.sizes if other.sizes is self.sizes else merge_sizes([self.sizes, other.sizes])
         assert sizes is not None
         return self.derived(number, combined(self.size, other.size), sizes)
-
-    method.__name__ = name
-    return method
-
-
-def _by_number(name: str, combined: Callable[[Size, int], Size]) -> Callable[[PaddedSize, object], object]:
-    """The same for a method whose other operand is a positive number that is no size."""
-    plain: Callable[[int, object], object] = getattr(int, name)
-
-    def method(self: PaddedSize, other: object) -> object:
-        number = plain(self, other)
-        if not isinstance(number, int) or not isinstance(other, int) or isinstance(other, PaddedSize) or other < 1:
-            return number
-        return self.derived(number, combined(self.size, int(other)), self.sizes)
 
     method.__name__ = name
     return method
@@ -159,10 +151,10 @@ for _name, _combined in {
     "__rsub__": lambda a, b: added(b, multiplied(-1, a)),
     "__mul__": multiplied,
     "__rmul__": multiplied,
+    "__floordiv__": lambda size, by: floor_divided(size, int(by)),
+    "__mod__": lambda size, by: remainder(size, int(by)),
 }.items():
     setattr(PaddedSize, _name, _arithmetic(_name, _combined))
-for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.items():
-    setattr(PaddedSize, _name, _by_number(_name, _divided))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
 
 

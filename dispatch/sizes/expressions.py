@@ -8,6 +8,7 @@ values come from a small int64 tensor on the device, or from Python ints where t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
@@ -79,28 +80,30 @@ def _memoized(function: Callable[P, T]) -> Callable[P, T]:
     return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
 
 
-@_memoized
-def added(*sizes: Size | int) -> Size:
-    """The size of a concatenation.
+def _combining(name: str) -> Callable[..., Size]:
+    """Return sympy's function with this name as one of any number of sizes.
 
-    >>> added(size_symbol("seq"), 1)
-    seq + 1
+    >>> added(size_symbol("seq"), 1), multiplied(size_symbol("batch"), size_symbol("seq"), 4)
+    (seq + 1, 4*batch*seq)
     """
-    import sympy
 
-    return sympy.Add(*sizes)
+    @_memoized
+    def combined(*sizes: Size | int) -> Size:
+        import sympy
+
+        return getattr(sympy, name)(*sizes)
+
+    return combined
 
 
-@_memoized
-def multiplied(*sizes: Size | int) -> Size:
-    """The size of several dimensions as one, or of one that is repeated.
+added = _combining("Add")
+"""The size of a concatenation."""
 
-    >>> multiplied(size_symbol("batch"), size_symbol("seq"), 4)
-    4*batch*seq
-    """
-    import sympy
+multiplied = _combining("Mul")
+"""The size of several dimensions as one, or of one that is repeated."""
 
-    return sympy.Mul(*sizes)
+smallest, largest = _combining("Min"), _combining("Max")
+"""The minimum and the maximum of several sizes."""
 
 
 @_memoized
@@ -148,22 +151,6 @@ def remainder(size: Size | int, by: int) -> Size:
 
     # Not as a Mod, which sympy prints into code without the parentheses that a product with it needs.
     return sympy.expand(size - by * floor_divided(size, by))
-
-
-@_memoized
-def smallest(*sizes: Size | int) -> Size:
-    """The minimum of several sizes."""
-    import sympy
-
-    return sympy.Min(*sizes)
-
-
-@_memoized
-def largest(*sizes: Size | int) -> Size:
-    """The maximum of several sizes."""
-    import sympy
-
-    return sympy.Max(*sizes)
 
 
 @_memoized
@@ -320,8 +307,8 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
         return _computed(numerator, values) // _computed(denominator, values)
     parts = [_computed(part, values) for part in expression.args]
     if isinstance(expression, sympy.Pow) and isinstance(parts[1], int) and parts[1] > 0:
-        return reduce(lambda a, b: a * b, [parts[0]] * parts[1])
-    combine = _device_arithmetic().get(type(expression))
+        return reduce(operator.mul, [parts[0]] * parts[1])
+    combine = _DEVICE_ARITHMETIC.get(type(expression).__name__)
     if combine is None:
         raise RuleError(f"a size of {expression} has no device arithmetic: {type(expression).__name__} is not known")
     return reduce(combine, parts)
@@ -335,26 +322,11 @@ def _fraction(expression: Size) -> tuple[Size, Size]:
     return numerator, denominator
 
 
-def _minimum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
-    if isinstance(a, Tensor):
-        return torch.minimum(a, b) if isinstance(b, Tensor) else torch.clamp(a, max=b)
-    return torch.clamp(b, max=a) if isinstance(b, Tensor) else min(a, b)
-
-
-def _maximum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
-    if isinstance(a, Tensor):
-        return torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp(a, min=b)
-    return torch.clamp(b, min=a) if isinstance(b, Tensor) else max(a, b)
-
-
-@functools.cache
-def _device_arithmetic() -> dict[type, Callable[[Tensor | int, Tensor | int], Tensor | int]]:
-    import sympy
-
-    return {
-        sympy.Add: lambda a, b: a + b,
-        sympy.Mul: lambda a, b: a * b,
-        sympy.Mod: lambda a, b: a % b,
-        sympy.Min: _minimum,
-        sympy.Max: _maximum,
-    }
+_DEVICE_ARITHMETIC: dict[str, Callable[..., Tensor | int]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Mod": operator.mod,
+    "Min": lambda a, b: torch.clamp(b, max=a) if isinstance(a, int) else torch.clamp(a, max=b),
+    "Max": lambda a, b: torch.clamp(b, min=a) if isinstance(a, int) else torch.clamp(a, min=b),
+}
+"""The functions of sympy that the device computes, by name; of two arguments at most one is a number."""
