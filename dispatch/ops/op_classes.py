@@ -18,23 +18,10 @@ import functools
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.ops.op_class_overrides import FOREACH_TWINS, SUPPLEMENT, OpClass
+from subtensors.dispatch.ops.op_class_overrides import FOREACH_TWINS, LISTED_CLASSES, OpClass
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 __all__ = ["OpClass", "functional_form", "is_in_place", "op_class", "overload_name"]
-
-
-def _supplement() -> dict[str, OpClass]:
-    classes: dict[str, OpClass] = {}
-    for group in SUPPLEMENT:
-        for name in group.names.split():
-            if name in classes:
-                raise ValueError(f"the supplement lists {name} twice: as {classes[name].value} and as {group.reason}")
-            classes[name] = group.op_class
-    return classes
-
-
-_CLASS_OF_NAME = _supplement()
 
 
 @functools.cache
@@ -133,7 +120,7 @@ def overload_name(op: OpOverload) -> str:
 def _listed_class(op: OpOverload) -> OpClass | None:
     if op.namespace != "aten":
         return None
-    return _CLASS_OF_NAME.get(overload_name(op)) or _CLASS_OF_NAME.get(_name(op))
+    return LISTED_CLASSES.get(overload_name(op)) or LISTED_CLASSES.get(_name(op))
 
 
 def _declared_class(op: OpOverload) -> OpClass:
