@@ -8,6 +8,7 @@ tensor of its true size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
@@ -159,23 +160,12 @@ def _check_not_broadcast(
     """
     actual = sizes.assignment()
     ones = {symbol: 2 for symbol, n in actual.items() if n == 1}
-    at_two = {**actual, **ones}
-    if ones and _runs_on_shapes(func, leaves, spec, actual) and not _runs_on_shapes(func, leaves, spec, at_two):
+    shapes_at = functools.partial(_shapes_at, func, leaves, spec)
+    if ones and shapes_at(actual) is not None and shapes_at({**actual, **ones}) is None:
         raise RuleError(
             f"{name} would broadcast a true size of 1 ({', '.join(map(str, ones))}) over what has the size of a "
             f"bucket: give the sizes as x.shape[dim], pad the other tensor on the same Dim, or unpad"
         )
-
-
-def _runs_on_shapes(
-    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: Mapping[sympy.Symbol, int]
-) -> bool:
-    call_args, call_kwargs = tree_unflatten([_at_sizes(x, sizes) for x in leaves], spec)
-    try:
-        func(*call_args, **call_kwargs)
-    except Exception:  # whatever a function says of a tensor without values
-        return False
-    return True
 
 
 _Key: TypeAlias = "tuple[sympy.Symbol, int]"
@@ -190,14 +180,23 @@ def _shapes_at_other_sizes(
     actual = sizes.assignment()
     for symbol, bucket in zip(sizes.symbols, sizes.buckets, strict=True):
         for n in {bucket, max(bucket - 1, 1), bucket + 1} - {actual[symbol]}:
-            changed = {**actual, symbol: n}
-            call_args, call_kwargs = tree_unflatten([_at_sizes(x, changed) for x in leaves], spec)
-            try:
-                out = tree_flatten(func(*call_args, **call_kwargs))[0]
-            except Exception:  # whatever a function says of a tensor without values
+            found = _shapes_at(func, leaves, spec, {**actual, symbol: n})
+            if found is None:
                 return {}
-            shapes[symbol, n] = [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
+            shapes[symbol, n] = found
     return shapes
+
+
+def _shapes_at(
+    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: Mapping[sympy.Symbol, int]
+) -> list[_Shape] | None:
+    """Return the shapes of the results at some true sizes; None where they can't be computed."""
+    call_args, call_kwargs = tree_unflatten([_at_sizes(x, sizes) for x in leaves], spec)
+    try:
+        out = tree_flatten(func(*call_args, **call_kwargs))[0]
+    except Exception:  # whatever a function says of a tensor without values
+        return None
+    return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
 
 
 def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
