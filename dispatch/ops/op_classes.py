@@ -26,13 +26,7 @@ __all__ = ["OpClass", "functional_form", "is_in_place", "op_class", "overload_na
 
 @functools.cache
 def op_class(op: OpOverload) -> OpClass:
-    """The class of an op.
-
-    Args:
-        op: any overload, functional, in-place, `out=`, `_foreach_` or backward.
-
-    Returns:
-        Its `OpClass`; `OpClass.OTHER` where no property is known.
+    """The class of any overload; `OpClass.OTHER` where no property is known.
 
     Example:
         >>> op_class(torch.ops.aten.add_.Tensor).value
@@ -54,13 +48,9 @@ def op_class(op: OpOverload) -> OpClass:
 
 @functools.cache
 def is_in_place(op: OpOverload) -> bool:
-    """Return whether an op writes to a tensor it is given (other than an `out=` argument).
+    """Return whether an op writes to a tensor it is given, as `batch_norm` does with running statistics.
 
-    Args:
-        op: any overload.
-
-    Returns:
-        True for `add_`, `batch_norm` with running statistics, `_foreach_add_`; False for `add` and `add.out`.
+    An `out=` argument does not count.
 
     Example:
         >>> is_in_place(torch.ops.aten.add_.Tensor), is_in_place(torch.ops.aten.add.out)
@@ -73,9 +63,6 @@ def is_in_place(op: OpOverload) -> bool:
 @functools.cache
 def functional_form(op: OpOverload) -> OpOverload | None:
     """The overload that computes the same values and writes to none of its arguments.
-
-    Args:
-        op: any overload.
 
     Returns:
         `op` itself if it writes nothing; its twin, with arguments of the same names (less any `out=`) though perhaps in
@@ -103,12 +90,6 @@ def functional_form(op: OpOverload) -> OpOverload | None:
 
 def overload_name(op: OpOverload) -> str:
     """An overload's name without its namespace, as the supplement writes it.
-
-    Args:
-        op: any overload.
-
-    Returns:
-        Name, dot, overload: `add.Tensor`, `relu.default`.
 
     Example:
         >>> overload_name(torch.ops.aten.relu.default)

@@ -93,12 +93,7 @@ EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
 
 
 def check_function(func: types.FunctionType, args: Args, kwargs: Kwargs) -> None:
-    """Raise NotDecomposed for a Python function that isn't listed.
-
-    Args:
-        func: a function written in Python; builtins and methods written in C++ are decomposed by torch itself.
-        args, kwargs: the arguments of the call.
-    """
+    """Raise NotDecomposed for a Python function that isn't listed; what is written in C++ torch decomposes itself."""
     name = f"{func.__module__}.{func.__qualname__}"
     words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
     if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):

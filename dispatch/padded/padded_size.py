@@ -79,11 +79,7 @@ class PaddedSize(int):
         return value
 
     def at(self, host: Mapping[sympy.Symbol, HostSize]) -> HostSize:
-        """The number at other true sizes; one for each row where they differ.
-
-        Args:
-            host: the value of every symbol.
-        """
+        """The number at other true sizes, those of every symbol; one for each row where they differ."""
         values = tuple(host[symbol] for symbol in self.sizes.symbols)
         return TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values).on_host(self.size, value_at)
 
@@ -226,14 +222,7 @@ def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:
-    """Return the position that a bound of a slice means in a dim; a negative one counts from the end.
-
-    Args:
-        size: the true size of the dim.
-        bound: the bound, None for `default`.
-        default: a position.
-        sizes: the values of the symbols.
-    """
+    """Return the position that a bound of a slice means in a dim of a true size; a negative one counts from its end."""
     if bound is None:
         return as_expression(default)
     position = true_expression(bound)
@@ -268,10 +257,7 @@ def _bounds(size: Size, known: SizeKey | None) -> tuple[int, int] | None:
 def _values(sizes: tuple[Size, ...], known: SizeKey | None, is_monotone: bool = False) -> list[tuple[int, ...]] | None:
     """Return the values of expressions at all true sizes of the buckets; None where that is unknown, or too many.
 
-    Args:
-        sizes: the expressions.
-        known: the symbols with their buckets.
-        is_monotone: whether the first and the last of these sizes are enough.
+    Where they are monotone, the first and the last of these sizes are enough.
     """
     import sympy
 

@@ -252,13 +252,9 @@ class PaddedValue:
 
 
 def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZero | None = None) -> Tensor:
-    """Return `dense` with a gradient of zero where a mask is False.
+    """Return a storage with a gradient of zero where a mask of true sizes, which broadcasts to it, is False.
 
-    Args:
-        dense: a storage.
-        mask: broadcastable to it.
-        sizes: the true sizes that the mask is made of.
-        is_zero: called in the backward to ask if the incoming gradient is zero there already.
+    The backward calls `is_zero` to ask if the incoming gradient is zero there already.
     """
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)

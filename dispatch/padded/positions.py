@@ -263,11 +263,7 @@ watching_bounds: list[Callable[[str], None]] = []
 
 @contextmanager
 def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
-    """Report positions beyond the true size inside the context.
-
-    Args:
-        report: called with a description.
-    """
+    """Report positions beyond the true size inside the context, by a call with a description."""
     watching_bounds.append(report)
     try:
         yield
@@ -278,12 +274,8 @@ def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
 def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
     """Report positions beyond the true size of a dim, in the debug mode and where values are known.
 
-    Args:
-        x: the indexed value.
-        d: the dim.
-        index: the positions.
-        ends: the exclusive bound of each position, broadcastable to the index; by default the true size of the dim, for
-            an index with the dims of `x`.
+    The exclusive bounds of the positions broadcast to the index; by default they are the true size of the dim, for an
+    index with the dims of `x`.
     """
     if not watching_bounds or not x.is_padded(d) or is_traced(index.dense):
         return

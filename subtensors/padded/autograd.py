@@ -51,13 +51,7 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
 def wrap_storage(
     dense: Tensor, layout: Layout, sizes: TrueSizes | None, tracker: GradientTracker | None
 ) -> PaddedTensor:
-    """Return a PaddedTensor of a storage, tracked by autograd if that is.
-
-    Args:
-        dense: the storage, of a plain type.
-        layout, sizes: those of the value.
-        tracker: the knowledge of the gradient that arrives at it, if it has one.
-    """
+    """Return a PaddedTensor of a storage of a plain type, tracked by autograd if that is."""
     if dense.requires_grad and torch.is_grad_enabled():
         return Wrap.apply(dense, layout, sizes, tracker)  # type: ignore[no-untyped-call, no-any-return]
     return wrap_layout(dense, layout, sizes, tracker)

@@ -55,11 +55,7 @@ _state = _FallbackState()
 
 @contextlib.contextmanager
 def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
-    """Refuse calls without a rule inside the context, as a graph capture does, though true sizes may be known.
-
-    Args:
-        is_refused: False leaves such calls to the unpadded data.
-    """
+    """Refuse calls without a rule inside the context, as a graph capture does, or leave them to the unpadded data."""
     before = _state.is_refused
     _state.is_refused = is_refused
     try:
@@ -69,18 +65,11 @@ def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
 
 
 def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, reason: Exception) -> PyTree:
-    """Run a function on the unpadded data of its PaddedTensors.
-
-    Args:
-        func: the function.
-        args, kwargs: its arguments.
-        reason: the error that says why no rule applies.
-
-    Returns:
-        Its result, padded again.
+    """Run a function on the unpadded data of its PaddedTensors, and return its result, padded again.
 
     Raises:
-        RuleError: the true sizes are unknown, as in a compiler, or differ from row to row.
+        RuleError: the true sizes are unknown, as in a compiler, or differ from row to row; it gives the reason why no
+            rule applies.
     """
     if _state.is_refused:
         raise reason
@@ -153,11 +142,7 @@ def write_unpadded(target: PaddedTensor, new: Tensor) -> None:
 def _check_not_broadcast(
     func: Callable[..., PyTree], name: str, leaves: list[PyTree], spec: TreeSpec, sizes: TrueSizes
 ) -> None:
-    """Raise RuleError if a call runs only because a true size of 1 is broadcast.
-
-    Raises:
-        RuleError: at a true size of 2 the shapes would not fit.
-    """
+    """Raise RuleError if a call runs only because a true size of 1 is broadcast: at 2 the shapes would not fit."""
     actual = sizes.assignment()
     ones = {symbol: 2 for symbol, n in actual.items() if n == 1}
     shapes_at = functools.partial(_shapes_at, func, leaves, spec)

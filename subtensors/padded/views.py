@@ -25,13 +25,7 @@ from subtensors.padded.padded_tensor import PaddedTensor, ViewSource
 def remember_views(
     func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree, plain_views: Sequence[Tensor]
 ) -> None:
-    """Store the source of the views that a call returned.
-
-    Args:
-        func, args, kwargs: the call.
-        out: its result.
-        plain_views: the plain tensors in the result that share an argument's memory.
-    """
+    """Store the source of the views that a call returned, some of which are plain and share an argument's memory."""
     # Torch takes views of arguments by position, or of those in a list.
     given = [x for x in args if type(x) is PaddedTensor] or tree_find(PaddedTensor, (args, kwargs))
     if not given or given[0]._dense.is_inference():
