@@ -120,7 +120,8 @@ def divided(size: Size | int, by: Size | int) -> Size:
     import sympy
 
     quotient = sympy.cancel(sympy.sympify(size) / by)
-    if not _is_whole(quotient):
+    # A size is an integer for all integer values of its symbols.
+    if not quotient.is_integer or sympy.fraction(sympy.together(quotient))[1] != 1:
         raise RuleError(
             f"a size of {size} cannot be divided by {by}: it is not a multiple of it for every size; "
             "divide a dimension that is not padded, or unpad first"
@@ -220,13 +221,6 @@ def deconvolved(
 
 def _ceiling(numerator: Size, denominator: int) -> Size:
     return -floor_divided(-numerator, denominator)
-
-
-def _is_whole(expression: Size) -> bool:
-    """Return whether an expression is an integer for all integer values of its symbols."""
-    import sympy
-
-    return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1
 
 
 def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:

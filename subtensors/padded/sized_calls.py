@@ -252,11 +252,8 @@ def _made(func: Callable[..., Tensor], given: Sequence[PyTree], fill: float | No
 
 
 def _full(size: Sequence[int], fill_value: float, **kwargs: PyTree) -> Tensor:
-    def full(shape: list[int], **options: PyTree) -> Tensor:
-        return torch.full(shape, fill_value, **options)
-
-    is_number = not isinstance(fill_value, Tensor)
-    return _made(full, [size], fill_value if is_number else None, kwargs)
+    fill = None if isinstance(fill_value, Tensor) else fill_value
+    return _made(functools.partial(torch.full, fill_value=fill_value), [size], fill, kwargs)
 
 
 def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:
