@@ -93,8 +93,8 @@ def isin(call: PaddedCall, invert: bool) -> PaddedValue:
         return given.like(call.dense())  # type: ignore[no-any-return]
     if not isinstance(given, PaddedValue):
         given = unpadded_value(torch.as_tensor(given, device=tests.dense.device))
-    mask, equal = tests.mask(), given.dense.unsqueeze(-1) == tests.dense.reshape(-1)
-    found = (equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)).any(-1)
+    equal = given.dense.unsqueeze(-1) == tests.dense.reshape(-1)
+    found = (equal & tests.mask_of_all().reshape(-1)).any(-1)
     return given.like(~found if invert else found)
 
 

@@ -122,6 +122,12 @@ class PaddedValue:
         return self._padded_dims
 
     @property
+    def rows_dim(self) -> int | None:
+        """The dim that is the rows of a ragged batch; None where there are none, or they are part of another dim."""
+        rows = rows_symbol()
+        return next((d for d, own in enumerate(self.dims) if len(own) == 1 and own[0].size == rows), None)
+
+    @property
     def is_tracked(self) -> bool:
         """Return whether the storage is tracked by autograd."""
         return self.dense.requires_grad and torch.is_grad_enabled()
@@ -143,6 +149,12 @@ class PaddedValue:
         """
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         return self.sizes.mask(self.dims, wanted) if wanted and self.sizes is not None else None
+
+    def mask_of_all(self) -> Tensor:
+        """Return the mask of valid elements, bool, of the shape of `dense`."""
+        mask = self.mask()
+        everywhere = torch.ones((), dtype=torch.bool, device=self.dense.device) if mask is None else mask
+        return everywhere.expand(self.dense.shape)
 
     def valid_count(self, dims: Sequence[int]) -> Tensor:
         """Count the valid elements along some dims, which are kept with size 1."""

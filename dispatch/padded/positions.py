@@ -88,16 +88,16 @@ def size_along(x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim, broadcastable to the value where rows differ in it."""
     size = x.size(d)
     if isinstance(size, Tensor) and size.dim():
-        return size.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
+        rows = rows_dim(x)
+        return size.view([-1 if e == rows else 1 for e in range(x.dim())])
     return size
 
 
 def rows_dim(x: PaddedValue) -> int:
     """The dim of a ragged batch's rows."""
-    for d, factors in enumerate(x.dims):
-        if len(factors) == 1 and factors[0].size == rows_symbol():
-            return d
-    raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
+    if x.rows_dim is None:
+        raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
+    return x.rows_dim
 
 
 def _rows_position(x: PaddedValue) -> tuple[int, int, int]:

@@ -150,9 +150,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        mask = unwrap(self).mask()
-        everywhere = torch.ones((), dtype=torch.bool, device=self._dense.device) if mask is None else mask
-        return everywhere.expand(self._dense.shape).clone()
+        return unwrap(self).mask_of_all().clone()
 
     def count(self, dim: int) -> Tensor:
         """The true size of a dim, on the device: what to divide by, never `shape[dim]`.
