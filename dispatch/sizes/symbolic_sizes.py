@@ -158,7 +158,7 @@ class SymbolicSizes(ConcreteSizes):
 
         for name, rule in rules.items():
             if kind := getattr(functions, name, None):
-                condition = condition.replace(kind, rule)
+                condition = condition.replace(kind, rule, simultaneous=False)
         return condition
 
 
