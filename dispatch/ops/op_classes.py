@@ -37,8 +37,8 @@ def op_class(op: OpOverload) -> OpClass:
     twin = functional_form(op)
     if twin is not None and twin is not op:
         return op_class(twin)
-    listed = _listed_class(op)
-    if listed is not None:
+    listed = LISTED_CLASSES.get(overload_name(op)) or LISTED_CLASSES.get(_name(op))
+    if listed is not None and op.namespace == "aten":
         return listed
     single = _single_tensor_form(op)
     if single is not None:
@@ -96,12 +96,6 @@ def overload_name(op: OpOverload) -> str:
         'relu.default'
     """
     return f"{_name(op)}.{schema_of(op).overload_name or 'default'}"
-
-
-def _listed_class(op: OpOverload) -> OpClass | None:
-    if op.namespace != "aten":
-        return None
-    return LISTED_CLASSES.get(overload_name(op)) or LISTED_CLASSES.get(_name(op))
 
 
 def _declared_class(op: OpOverload) -> OpClass:

@@ -93,16 +93,15 @@ def quantized_by_channel(call: PaddedCall, x: PaddedValue, axis: int) -> PaddedV
 
 def _track_operand_gradients(call: PaddedCall, operands: Sequence[PaddedValue], out: PaddedValue) -> None:
     name = _name(call)
-    if name in _LINEAR or (name in _SMOOTH and all(_is_bounded(x, out) for x in operands)):
+    # An operand without padding is bounded where it has no positions of its own.
+    if name in _LINEAR or (
+        name in _SMOOTH
+        and all(x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims) for x in operands)
+    ):
         for x in operands:
             added = out.dim() - x.dim()
             if all(d >= added and is_padded_alike(x.dims[d - added], out.dims[d]) for d in out.padded_dims):
                 x.gradient_is_zero_if(out)
-
-
-def _is_bounded(x: PaddedValue, out: PaddedValue) -> bool:
-    """Return whether an operand has bounded values (`padding_is_bounded`) at the padded positions of the result."""
-    return x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims)
 
 
 def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
