@@ -73,7 +73,7 @@ def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: 
         raise UnsupportedCall("its index has another number of dims")
     d, single = (dim or 0) % x.dim(), static_dims([1])[0]
     dims, sizes = broadcast([PaddedValue(t.dense, tuple(with_dim(t.dims, d, single)), t.sizes) for t in (x, indices)])
-    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
+    if not (_differs_by_row(x, d) or d == x.rows_dim):
         # Unlike gather, take_along_dim counts negative positions from the end.
         indices = indices.like(torch.where(indices.dense < 0, indices.dense + _last(x, d), indices.dense))
     x, indices = (expanded(t, with_dim(dims, d, t.dims[d]), sizes) for t in (x, indices))
@@ -265,9 +265,9 @@ def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tu
 
 def _end(x: PaddedValue, d: int, indices: Indices) -> Tensor | int:
     """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
-    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
+    if not _differs_by_row(x, d):
         return _last(x, d)
-    for e, positions in enumerate(indices) if len(x.dims[d]) == 1 else ():
+    for e, positions in enumerate(indices):
         if positions is not None and e == x.rows_dim:
             return torch.as_tensor(x.size(d))[positions.filled(0)]
     raise UnsupportedCall("negative positions of a ragged dim count from different ends")
@@ -280,7 +280,8 @@ def _last(x: PaddedValue, d: int) -> Tensor | int:
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
-    return not _has_one_size(x, d) and d != x.rows_dim and len(x.dims[d]) == 1
+    """Return whether the rows of a ragged batch differ in the true size of this dim."""
+    return len(x.dims[d]) == 1 and x.sizes is not None and x.sizes.differs_by_row(x.dims[d][0].size)
 
 
 def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
@@ -295,13 +296,6 @@ def _min_end(x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim; for a ragged dim, that of its shortest row."""
     end = _last(x, d)
     return end.min() if isinstance(end, Tensor) and end.dim() else end
-
-
-def _has_one_size(x: PaddedValue, d: int) -> bool:
-    """Return whether the true size of this dim is one number and its valid part a prefix."""
-    if not x.is_padded(d) or x.sizes is None:
-        return True
-    return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and d != x.rows_dim
 
 
 @table.register(aten.embedding, across=True)
