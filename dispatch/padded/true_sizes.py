@@ -313,20 +313,18 @@ def _covers(factor: Factor, sizes: TrueSizes) -> bool:
 
 
 def _below(factor: Factor, sizes: TrueSizes, position: int, rows_dim_index: int | None, rank: int) -> Tensor:
-    index = torch.arange(factor.bucket, device=sizes.values.device)
+    def along(t: Tensor, d: int) -> Tensor:
+        return t.view([-1 if e == d else 1 for e in range(rank)])
+
+    index = along(torch.arange(factor.bucket, device=sizes.values.device), position)
     size = sizes.of(factor.size)
-    shape = [1] * rank
-    shape[position] = factor.bucket
-    index = index.view(shape)
     if size.dim() == 0:
         return index < size
     if not sizes.differs_by_row(factor.size):
         return index < size[0]
     if rows_dim_index is None:
         raise UnsupportedCall("a ragged batch without a dim of rows has no lengths")
-    shape = [1] * rank
-    shape[rows_dim_index] = size.shape[0]
-    return index < size.view(shape)
+    return index < along(size, rows_dim_index)
 
 
 def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:

@@ -208,19 +208,14 @@ class SizedPlainCalls(TorchFunctionMode):
                 found = NotImplemented
             if found is not NotImplemented:
                 return found
-            _note_number()
+            noting.number_read()
         elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):
-            _note_number()
+            noting.number_read()
         out = func(*args, **kwargs)
         if noting.into is not None and isinstance(out, Tensor):
             dtype = out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype
             noting.into.dtypes.update(dtype if isinstance(dtype, list) else [dtype])  # one for each of a TensorList
         return out
-
-
-def _note_number() -> None:
-    if noting.into is not None:
-        noting.into.is_number_read = True
 
 
 def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
