@@ -185,7 +185,7 @@ class PaddedValue:
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
         """Return the storage with `value` in the padding of some dims, all by default; its gradient there is zero."""
-        if self.fill is not None and _same_number(self.fill, value):
+        if _same_number(self.fill, value):
             return self.gradient_masked().dense
         mask = self.mask(only)
         return self.dense if mask is None else self._filled(self.dense, mask, value)
@@ -389,15 +389,12 @@ def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
     return tuple(max(n, 0) for n in sizes.each_on_host(size_of(value.dims[dim])))
 
 
-def _same_number(a: Fill, b: Number) -> bool:
-    if isinstance(a, str):
-        return False
-    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+def _same_number(a: Fill | None, b: Number) -> bool:
+    is_equal = isinstance(a, int | float) and a == b and math.copysign(1, a) == math.copysign(1, b)
+    return is_equal or (a != a and b != b)
 
 
 def _as_dtype(value: Number, dtype: torch.dtype) -> Number:
-    if dtype == torch.bool:
-        return bool(value)
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return int(value)
-    return float(value) if not dtype.is_complex else value
+    if dtype.is_complex:
+        return value
+    return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
