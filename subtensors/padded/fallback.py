@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -102,7 +102,7 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
         return tree_unflatten([inputs.get(id(x), x) for x in outs], out_spec)
     shapes = _shapes_at_other_sizes(func, leaves, spec, sizes)
     repadded = [
-        inputs.get(id(x)) or _repad(x, [s[j] for s in shapes.values()] if shapes else [], list(shapes), sizes)
+        inputs.get(id(x)) or _repad(x, {key: each[j] for key, each in shapes.items()}, sizes)
         if isinstance(x, Tensor)
         else x
         for j, x in enumerate(outs)
@@ -191,16 +191,15 @@ def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _repad(out: Tensor, shapes: Sequence[_Shape], keys: Sequence[_Key], sizes: TrueSizes) -> Tensor:
+def _repad(out: Tensor, shapes: Mapping[_Key, _Shape], sizes: TrueSizes) -> Tensor:
     """Return a result padded again, or as it is where a size varies in a way that is no line."""
     actual = sizes.assignment()
     dims: list[Factors] = []
+    known = {key: shape for key, shape in shapes.items() if shape is not None and len(shape) >= out.dim()}
+    if len(known) < len(shapes):
+        return out
     for d, size in enumerate(out.shape):
-        points: list[tuple[sympy.Symbol, int, int]] = []
-        for (symbol, n), shape in zip(keys, shapes, strict=True):
-            if shape is None or d >= len(shape):
-                return out
-            points.append((symbol, n, shape[d]))
+        points = [(symbol, n, shape[d]) for (symbol, n), shape in known.items()]
         symbols = {symbol for symbol, _, other in points if other != size}
         if not symbols:
             dims.append((static(size),))
