@@ -63,9 +63,10 @@ def histc(call: PaddedCall, x: PaddedValue, min: float, max: float) -> PaddedVal
     """Count the valid elements in each bin; padding is beyond the last one."""
     if min == max:
         raise UnsupportedCall("its bins depend on values")
-    if max_value(x.dense.dtype) <= max:
+    beyond = max_value(x.dense.dtype)  # infinity; to add 1 would round to the last bin
+    if beyond <= max:
         raise UnsupportedCall("no number of its dtype is beyond its bins")
-    return unpadded_value(call.dense({"self": x.filled(max + 1)}))
+    return unpadded_value(call.dense({"self": x.filled(beyond)}))
 
 
 @table.register(aten.topk, across=True)
