@@ -316,11 +316,23 @@ def _fraction(expression: Size) -> tuple[Size, Size]:
     return numerator, denominator
 
 
+def _minimum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else torch.clamp(a, max=b)
+    return torch.clamp(b, max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def _maximum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp(a, min=b)
+    return torch.clamp(b, min=a) if isinstance(b, Tensor) else max(a, b)
+
+
 _DEVICE_ARITHMETIC: dict[str, Callable[..., Tensor | int]] = {
     "Add": operator.add,
     "Mul": operator.mul,
     "Mod": operator.mod,
-    "Min": lambda a, b: torch.clamp(b, max=a) if isinstance(a, int) else torch.clamp(a, max=b),
-    "Max": lambda a, b: torch.clamp(b, min=a) if isinstance(a, int) else torch.clamp(a, min=b),
+    "Min": _minimum,
+    "Max": _maximum,
 }
-"""The functions of sympy that the device computes, by name; of two arguments at most one is a number."""
+"""The functions of sympy that the device computes, by name."""
