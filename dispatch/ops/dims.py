@@ -148,11 +148,6 @@ def map_function(op: OpOverload) -> MapFunction | None:
     return next((_MAPS[key] for key in (op, op.overloadpacket, op_class(op)) if key in _MAPS), None)
 
 
-def has_map(op: OpOverload) -> bool:
-    """Return whether an op has a dimension map."""
-    return map_function(op) is not None
-
-
 def dim_map(op: OpOverload, arguments: Mapping[str, PyTree], operands: Sequence[Operand]) -> DimMap:
     """Return the dimension map of a call.
 

@@ -23,10 +23,9 @@ MASKS = frozenset([torch.bool, torch.uint8])
 @dim_rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(x: Operand, indices: Indices) -> DimMap:
     """The positions that indices name in some dims."""
-    named, result = _named(x, indices)
+    at, named, result = _named(x, indices)
     if any(i is not None and i.dtype in MASKS for i in indices):
         return DimMap((labels_of(x), *named), ((...,),), frozenset([*labels_of(x), *_all(named)]))
-    at = [d for d, i in enumerate(indices) if i is not None]
     return DimMap((labels_of(x), *named), (result,), frozenset(at))
 
 
@@ -34,24 +33,23 @@ def index(x: Operand, indices: Indices) -> DimMap:
 def index_put(x: Operand, indices: Indices, values: Operand) -> DimMap:
     """Elements replaced, or added to, at the positions that indices name in some dims."""
     own = labels_of(x)
-    named, picked = _named(x, indices)
+    at, named, picked = _named(x, indices)
     if any(i is not None and i.dtype in MASKS for i in indices):
         named, picked = [(None,) * len(labels) for labels in named], (None,) * values.ndim
         return DimMap((own, *named, picked), (own,), frozenset([*own, None]))
     source = picked[len(picked) - values.ndim :]
-    at = [d for d, i in enumerate(indices) if i is not None]
     return DimMap((own, *named, source), (own,), frozenset([*at, *_all(named)]))
 
 
-def _named(x: Operand, indices: Indices) -> tuple[list[Labels], Labels]:
-    """Return the labels of indices, which broadcast, and of the elements of `x` that they name."""
+def _named(x: Operand, indices: Indices) -> tuple[list[int], list[Labels], Labels]:
+    """Return the dims that are indexed, and the labels of the indices, which broadcast, and of what they name."""
     given = [i for i in indices if i is not None]
     at = [d for d, i in enumerate(indices) if i is not None]
     rest = [d for d in labels_of(x) if d not in at]
     # The dims of the indices stand where the indexed ones stood, or in front if these are apart.
     before = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
     named: list[Labels] = [tuple(("index", back) for back in range(-i.ndim, 0)) for i in given]
-    return named, (*rest[:before], *max(named, key=len, default=()), *rest[before:])
+    return at, named, (*rest[:before], *max(named, key=len, default=()), *rest[before:])
 
 
 def _all(named: Sequence[Labels]) -> set[Label]:

@@ -8,7 +8,7 @@ ignores these positions may be computed as if they hadn't been filled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, Protocol, TypeAlias, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
 from subtensors.dispatch.ops.tree import PyTree
+from subtensors.dispatch.ops.wrappers import StoresTensors
 
 Hook: TypeAlias = Callable[[Tensor], None]
 """A function that a leaf calls with its gradient."""
@@ -29,18 +30,12 @@ def is_lazy(x: object) -> bool:
     return type(x) in LAZY_TYPES
 
 
-class TracedStorage(Protocol):
-    """A lazy tensor as compiled code holds it, or as it left a graph: a wrapper of plain tensors."""
+class TracedStorage(StoresTensors, Protocol):
+    """A lazy tensor as compiled code holds it, or as it left a graph: a wrapper, and another one is in no graph."""
 
     @property
     def is_in_graph(self) -> bool:
         """True if the graph that it is computed in goes on."""
-
-    def stored(self) -> Sequence[Tensor]:
-        """Return the plain tensors."""
-
-    def with_stored(self, tensors: list[Tensor]) -> Tensor:
-        """Return a tensor like it that stores others, and is in no graph."""
 
 
 def traced_storage(x: Tensor) -> TracedStorage | None:

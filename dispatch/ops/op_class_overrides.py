@@ -7,7 +7,6 @@ differ between torch versions: an entry stays while any supported version needs 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import torch
 
@@ -35,22 +34,7 @@ class OpClass(enum.Enum):
     OTHER = "other"  # none of these: needs a rule of its own
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ops that share a class for one reason.
-
-    Args:
-        op_class: the class.
-        reason: why its property holds for these ops, in a line.
-        names: aten names (`cat`) or overloads (`max.other`), separated by blanks.
-    """
-
-    op_class: OpClass
-    reason: str
-    names: str
-
-
-_LISTED = """
+SUPPLEMENT = """
 [pointwise]
 # another name of a tagged op
   __and__ __or__ __xor__ __lshift__ __rshift__ absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip
@@ -197,21 +181,25 @@ _LISTED = """
 # declared a view, but it sums duplicate entries of a sparse tensor
   coalesce
 """
-"""Under each class, the reason of a group of ops and their names."""
+"""Under each class, groups of ops: the reason why its property holds, and their names or overloads (`max.other`)."""
 
 
-def _groups(text: str) -> tuple[Group, ...]:
-    """Return the groups of a table: a class in brackets, then each reason behind a #, and names below it."""
-    found: list[Group] = []
-    for section in text.split("\n[")[1:]:
-        name, *groups = section.split("\n# ")
-        for group in groups:
-            reason, _, names = group.partition("\n")
-            found.append(Group(OpClass(name.rstrip("]")), reason, names))
-    return tuple(found)
+def _classes(text: str) -> dict[str, OpClass]:
+    """Return the class of each name in a table: a class in brackets, then reasons behind a # and the names below."""
+    classes: dict[str, OpClass] = {}
+    for line in text.splitlines():
+        if line.startswith("["):
+            op_class = OpClass(line.strip("[]"))
+        elif not line.startswith("#"):
+            for name in line.split():
+                if name in classes:
+                    raise ValueError(f"the supplement lists {name} twice: as {classes[name].value}, {op_class.value}")
+                classes[name] = op_class
+    return classes
 
 
-SUPPLEMENT = _groups(_LISTED)
+LISTED_CLASSES = _classes(SUPPLEMENT)
+"""The class of each op or overload that is listed."""
 
 # The single-tensor op of a `_foreach_` op, where it is not the op of the same name.
 FOREACH_TWINS = {

@@ -18,34 +18,15 @@ import functools
 import torch
 from torch._ops import OpOverload
 
-from subtensors.dispatch.ops.op_class_overrides import FOREACH_TWINS, SUPPLEMENT, OpClass
+from subtensors.dispatch.ops.op_class_overrides import FOREACH_TWINS, LISTED_CLASSES, OpClass
 from subtensors.dispatch.torch_internals.ops import schema_of
 
 __all__ = ["OpClass", "functional_form", "is_in_place", "op_class", "overload_name"]
 
 
-def _supplement() -> dict[str, OpClass]:
-    classes: dict[str, OpClass] = {}
-    for group in SUPPLEMENT:
-        for name in group.names.split():
-            if name in classes:
-                raise ValueError(f"the supplement lists {name} twice: as {classes[name].value} and as {group.reason}")
-            classes[name] = group.op_class
-    return classes
-
-
-_CLASS_OF_NAME = _supplement()
-
-
 @functools.cache
 def op_class(op: OpOverload) -> OpClass:
-    """The class of an op.
-
-    Args:
-        op: any overload, functional, in-place, `out=`, `_foreach_` or backward.
-
-    Returns:
-        Its `OpClass`; `OpClass.OTHER` where no property is known.
+    """The class of any overload; `OpClass.OTHER` where no property is known.
 
     Example:
         >>> op_class(torch.ops.aten.add_.Tensor).value
@@ -56,8 +37,8 @@ def op_class(op: OpOverload) -> OpClass:
     twin = functional_form(op)
     if twin is not None and twin is not op:
         return op_class(twin)
-    listed = _listed_class(op)
-    if listed is not None:
+    listed = LISTED_CLASSES.get(overload_name(op)) or LISTED_CLASSES.get(_name(op))
+    if listed is not None and op.namespace == "aten":
         return listed
     single = _single_tensor_form(op)
     if single is not None:
@@ -67,13 +48,9 @@ def op_class(op: OpOverload) -> OpClass:
 
 @functools.cache
 def is_in_place(op: OpOverload) -> bool:
-    """Return whether an op writes to a tensor it is given (other than an `out=` argument).
+    """Return whether an op writes to a tensor it is given, as `batch_norm` does with running statistics.
 
-    Args:
-        op: any overload.
-
-    Returns:
-        True for `add_`, `batch_norm` with running statistics, `_foreach_add_`; False for `add` and `add.out`.
+    An `out=` argument does not count.
 
     Example:
         >>> is_in_place(torch.ops.aten.add_.Tensor), is_in_place(torch.ops.aten.add.out)
@@ -86,9 +63,6 @@ def is_in_place(op: OpOverload) -> bool:
 @functools.cache
 def functional_form(op: OpOverload) -> OpOverload | None:
     """The overload that computes the same values and writes to none of its arguments.
-
-    Args:
-        op: any overload.
 
     Returns:
         `op` itself if it writes nothing; its twin, with arguments of the same names (less any `out=`) though perhaps in
@@ -117,23 +91,11 @@ def functional_form(op: OpOverload) -> OpOverload | None:
 def overload_name(op: OpOverload) -> str:
     """An overload's name without its namespace, as the supplement writes it.
 
-    Args:
-        op: any overload.
-
-    Returns:
-        Name, dot, overload: `add.Tensor`, `relu.default`.
-
     Example:
         >>> overload_name(torch.ops.aten.relu.default)
         'relu.default'
     """
     return f"{_name(op)}.{schema_of(op).overload_name or 'default'}"
-
-
-def _listed_class(op: OpOverload) -> OpClass | None:
-    if op.namespace != "aten":
-        return None
-    return _CLASS_OF_NAME.get(overload_name(op)) or _CLASS_OF_NAME.get(_name(op))
 
 
 def _declared_class(op: OpOverload) -> OpClass:

@@ -88,8 +88,8 @@ class RuleTable:
     def __init__(self, type_name: str, advice: Mapping[OpClass, str] | None = None) -> None:
         self.type_name = type_name
         self.advice = {**ADVICE, **(advice or {})}
-        self._rules: dict[Key, Rule] = {}
-        self._across: dict[Key, Rule] = {}
+        self._rules: dict[tuple[Key, bool], Rule] = {}
+        """The rule of each key, for calls across the type's own dims and for others."""
         self.resolved: dict[OpOverload, Rule] = {}
         """The rule of each overload that was looked up before."""
         self.resolved_across: dict[OpOverload, Rule | None] = {}
@@ -120,20 +120,19 @@ class RuleTable:
         """
         if not keys:
             raise TypeError("register needs at least one key: an overload, an op or an OpClass")
-        rules = self._across if across else self._rules
         for key in keys:
             if not (key is DimMap or isinstance(key, OpOverload | OpOverloadPacket | OpClass) or is_map(key)):
                 raise TypeError(f"a rule's key is an OpOverload, an OpOverloadPacket or an OpClass, not {key!r}")
 
         def add(rule: RuleT) -> RuleT:
             for position, key in enumerate(keys):
-                owner = rule if key in keys[:position] else rules.get(key)
+                owner = rule if key in keys[:position] else self._rules.get((key, across))
                 if owner is not None:
                     raise ValueError(
                         f"{self.type_name}: {_describe_key(key)} has the rule {_rule_name(owner)} already, "
                         f"so {_rule_name(rule)} can't be registered"
                     )
-            rules.update(dict.fromkeys(keys, rule))
+            self._rules.update({(key, across): rule for key in keys})
             self.resolved.clear()
             self.resolved_across.clear()
             return rule
@@ -164,23 +163,22 @@ plain tensor values
             key = self.key_of(op)
             if key is None:
                 raise RuleError(self._refusal(op))
-            rule = self.resolved[op] = by_name(self._rules[key], op)
+            rule = self.resolved[op] = by_name(self._rules[key, False], op)
         return rule
 
     def lookup_across(self, op: OpOverload) -> Rule | None:
         """The rule for calls of an op that combine positions of the type's own dims; None if there is none."""
         if op not in self.resolved_across:
             key = self.key_of(op, across=True)
-            self.resolved_across[op] = None if key is None else by_name(self._across[key], op)
+            self.resolved_across[op] = None if key is None else by_name(self._rules[key, True], op)
         return self.resolved_across[op]
 
     def key_of(self, op: OpOverload, across: bool = False) -> Key | None:
         """Return the key by which an op has its rule, or its rule across the type's dims; None if there is none."""
-        rules = self._across if across else self._rules
         found = map_function(op)
         mapped: tuple[Key, ...] = () if found is None else (found, DimMap)
         keys: tuple[Key, ...] = (op, op.overloadpacket, *mapped[:1], op_class(op), *mapped[1:])
-        return next((key for key in keys if key in rules), None)
+        return next((key for key in keys if (key, across) in self._rules), None)
 
     def explain(self, op: OpOverload, across: bool = False) -> str:
         """Explain which rule an op gets, and by which key.
@@ -200,7 +198,7 @@ plain tensor values
         key = self.key_of(op, across)
         if key is None:
             return self._refusal(op)
-        rule = _rule_name((self._across if across else self._rules)[key])
+        rule = _rule_name(self._rules[key, across])
         where = " across its own dims" if across else ""
         return f"{_qualified(op)} on a {self.type_name}: {rule}, registered for {_describe_key(key)}{where}"
 

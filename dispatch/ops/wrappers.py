@@ -84,12 +84,12 @@ def requires_grad(x: Tensor) -> bool:
         return x.requires_grad
 
 
-def join(x: Tensor, tensors: Sequence[Tensor]) -> None:
+def join(x: Tensor, tensors: Sequence[Tensor], by: type[Join] = Join) -> None:
     """Make tensors the origin of a wrapper's gradient, in place of what was."""
     with torch._C.DisableTorchFunctionSubclass():
         if x.requires_grad:
             x.detach_()
-        Join.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        by.apply(x, *tensors)  # type: ignore[no-untyped-call]
 
 
 def split(x: Tensor) -> list[Tensor]:

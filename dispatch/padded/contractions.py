@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.dim_table import has_map
+from subtensors.dispatch.ops.dim_table import map_function
 from subtensors.dispatch.ops.dims import Label
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 @table.register(OpClass.CONTRACTION, aten.cdist, aten._cdist_forward)
 def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
-    if not has_map(call.op):
+    if map_function(call.op) is None:
         raise UnsupportedCall("its dims are not named")
     sizes, tracked = call.sizes(), call.is_tracked
     shown = tuple([(x.dims, x.is_tracked) for x in call.values] if tracked else [x.dims for x in call.values])

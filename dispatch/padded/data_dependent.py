@@ -82,7 +82,7 @@ def unique(call: PaddedCall, x: PaddedValue, return_inverse: bool, dim: int | No
     if dim is not None:
         return unique_along(call, x, return_inverse, dim)
     require_values(call)
-    mask = _mask_of_all(x)
+    mask = x.mask_of_all()
     values, inverse, *counts = call.dense({"self": x.dense[mask]})
     if not return_inverse:
         return tuple(map(unpadded_value, (values, inverse, *counts)))
@@ -117,7 +117,7 @@ def bincount(call: PaddedCall, x: PaddedValue, weights: PaddedValue | None) -> P
     """Count how often each number occurs, or sum its weights."""
     require_values(call)
     dims, sizes = broadcast(call.values)
-    mask = _mask_of_all(PaddedValue(x.dense, dims, sizes))
+    mask = PaddedValue(x.dense, dims, sizes).mask_of_all()
     given = {} if weights is None else {"weights": weights.dense[mask]}
     return unpadded_value(call.dense({"self": x.dense[mask], **given}))
 
@@ -133,7 +133,7 @@ def all_equal(call: PaddedCall, x: PaddedValue, other: PaddedValue) -> bool:
         same = x.dense == other.dense
     else:
         same = torch.isclose(x.dense, other.dense, call["rtol"], call["atol"], call["equal_nan"])
-    return bool(same[_mask_of_all(x)].all())
+    return bool(same[x.mask_of_all()].all())
 
 
 def valid_first(x: PaddedValue) -> Tensor:
@@ -150,13 +150,6 @@ def require_values(call: PaddedCall) -> None:
     for x in call.values:
         if is_traced(x.dense) or needs_host(x.dense, call.op.name()):
             raise DataDependentCall("the length of its result depends on values")
-
-
-def _mask_of_all(x: PaddedValue) -> Tensor:
-    mask = x.mask()
-    if mask is None:
-        return torch.ones(x.shape, dtype=torch.bool, device=x.dense.device)
-    return mask.expand(x.shape)
 
 
 @table.register(aten._linalg_check_errors)

@@ -55,32 +55,30 @@ CAST_INSIDE = frozenset(
 """Composite ops with a rule of their own, inside of which autocast casts; other ops are cast before the call or not."""
 
 FUNCTIONS = frozenset(
-    """torch._tensor.Tensor.__rdiv__ torch._tensor.Tensor.__rmatmul__ torch._tensor.Tensor.__rmod__
-    torch._tensor.Tensor.__rpow__ torch._tensor.Tensor.__rsub__ torch._tensor.Tensor.__rfloordiv__
-    torch._tensor.TensorBase.pow torch._tensor.TensorBase.pow_ torch._tensor.Tensor.__floordiv__
-    torch._tensor.Tensor.__contains__ torch._tensor.Tensor.__rlshift__ torch._tensor.Tensor.__rrshift__
-    torch._tensor.Tensor.split torch._tensor.Tensor.norm torch._tensor.Tensor.unflatten
-    torch._tensor.Tensor.unique torch._tensor.Tensor.unique_consecutive torch.functional.boolean_dispatch.<locals>.fn
-    torch.functional.atleast_1d torch.functional.atleast_2d torch.functional.atleast_3d
-    torch.functional.broadcast_tensors torch.functional.cartesian_prod torch.functional.cdist torch.functional.einsum
-    torch.functional.meshgrid torch.functional.norm torch.functional.split torch.functional.tensordot
-    torch.functional.unravel_index""".split()
-) | {
-    "torch.nn.functional." + name
-    for name in """_threshold adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d_with_indices
-    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices alpha_dropout batch_norm binary_cross_entropy
-    binary_cross_entropy_with_logits boolean_dispatch.<locals>.fn celu cross_entropy ctc_loss dropout dropout1d
-    dropout2d dropout3d elu embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss
-    instance_norm interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
-    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss cosine_embedding_loss
-    triplet_margin_loss multi_margin_loss multilabel_margin_loss
-    multilabel_soft_margin_loss grid_sample kl_div
-    multi_head_attention_forward gumbel_softmax local_response_norm unfold nll_loss normalize pad gaussian_nll_loss
-    poisson_nll_loss relu relu6 rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign
-    tanhshrink triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss
-    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    _max_pool1d _max_pool2d _max_pool3d _adaptive_max_pool1d _adaptive_max_pool2d _adaptive_max_pool3d""".split()
-}
+    f"{owner}.{name}"
+    for owner, names in {
+        "torch._tensor.Tensor": """__rdiv__ __rmatmul__ __rmod__ __rpow__ __rsub__ __rfloordiv__ __floordiv__
+            __contains__ __rlshift__ __rrshift__ split norm unflatten unique unique_consecutive""",
+        "torch._tensor.TensorBase": "pow pow_",
+        "torch.functional": """boolean_dispatch.<locals>.fn atleast_1d atleast_2d atleast_3d broadcast_tensors
+            cartesian_prod cdist einsum meshgrid norm split tensordot unravel_index""",
+        "torch.nn.functional": """_threshold adaptive_avg_pool2d adaptive_avg_pool3d
+            adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+            alpha_dropout batch_norm binary_cross_entropy binary_cross_entropy_with_logits
+            boolean_dispatch.<locals>.fn celu cross_entropy ctc_loss dropout dropout1d dropout2d dropout3d elu
+            embedding feature_alpha_dropout glu group_norm hardsigmoid hardswish hardtanh huber_loss instance_norm
+            interpolate l1_loss layer_norm leaky_relu log_softmax lp_pool1d lp_pool2d lp_pool3d
+            max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices mish mse_loss
+            cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss
+            multilabel_soft_margin_loss grid_sample kl_div multi_head_attention_forward gumbel_softmax
+            local_response_norm unfold nll_loss normalize pad gaussian_nll_loss poisson_nll_loss relu relu6 rms_norm
+            rrelu selu silu smooth_l1_loss soft_margin_loss softmax softmin softsign tanhshrink
+            triplet_margin_with_distance_loss hinge_embedding_loss margin_ranking_loss max_pool1d max_pool2d
+            max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _max_pool1d _max_pool2d
+            _max_pool3d _adaptive_max_pool1d _adaptive_max_pool2d _adaptive_max_pool3d""",
+    }.items()
+    for name in names.split()
+)
 """Functions of torch, written in Python, that may run on padded tensors."""
 
 EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
@@ -93,12 +91,7 @@ EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
 
 
 def check_function(func: types.FunctionType, args: Args, kwargs: Kwargs) -> None:
-    """Raise NotDecomposed for a Python function that isn't listed.
-
-    Args:
-        func: a function written in Python; builtins and methods written in C++ are decomposed by torch itself.
-        args, kwargs: the arguments of the call.
-    """
+    """Raise NotDecomposed for a Python function that isn't listed; what is written in C++ torch decomposes itself."""
     name = f"{func.__module__}.{func.__qualname__}"
     words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
     if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):

@@ -72,11 +72,8 @@ def draw(call: PaddedCall) -> PyTree:
             raise UnsupportedCall("its result has another shape than its operands")
         return result(t, dims, sizes)
 
-    return tree_map_only(Tensor, padded_result, call.dense(tree_map_only(PaddedValue, _edge_filled, call.arguments)))
-
-
-def _edge_filled(x: PaddedValue) -> Tensor:
-    return x.edge_filled()
+    filled = tree_map_only(PaddedValue, PaddedValue.edge_filled, call.arguments)
+    return tree_map_only(Tensor, padded_result, call.dense(filled))
 
 
 @table.register(aten.multinomial)

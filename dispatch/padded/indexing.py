@@ -32,7 +32,6 @@ from subtensors.dispatch.padded.positions import (
     rows_dim,
     with_factors,
 )
-from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import (
     Factors,
     bucket_of,
@@ -74,7 +73,7 @@ def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: 
         raise UnsupportedCall("its index has another number of dims")
     d, single = (dim or 0) % x.dim(), static_dims([1])[0]
     dims, sizes = broadcast([PaddedValue(t.dense, tuple(with_dim(t.dims, d, single)), t.sizes) for t in (x, indices)])
-    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
+    if not (_differs_by_row(x, d) or d == x.rows_dim):
         # Unlike gather, take_along_dim counts negative positions from the end.
         indices = indices.like(torch.where(indices.dense < 0, indices.dense + _last(x, d), indices.dense))
     x, indices = (expanded(t, with_dim(dims, d, t.dims[d]), sizes) for t in (x, indices))
@@ -128,7 +127,10 @@ def index_put(call: PaddedCall, x: PaddedValue, indices: Indices, values: Padded
     if masks:
         raise UnsupportedCall("how many positions a mask names depends on its values")
     found, at = _integer_indices(x, indices, slot=True)
-    dims, named = _picked_dims(x, indices, at)
+    picked, _ = broadcast([i for i in indices if i is not None])
+    rest = [x.dims[d] for d in range(x.dim()) if d not in at]
+    before = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    dims, named = [*rest[:before], *picked, *rest[before:]], range(before, before + len(picked))
     both, _ = broadcast([PaddedValue(x.dense, tuple(dims), x.sizes), values])
     if len(both) != len(dims) or any(is_padded(both[d]) and not is_padded(dims[d]) for d in named):
         raise UnsupportedCall("the values are padded in other dims than the positions")
@@ -228,14 +230,6 @@ def _placed(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
     return index if placed is index.dense else PaddedValue(placed, index.dims, index.sizes)
 
 
-def _picked_dims(x: PaddedValue, indices: Indices, at: list[int]) -> tuple[list[Factors], range]:
-    """Return the dims of `x[indices]`, and which of them are those of the indices."""
-    picked, _ = broadcast([i for i in indices if i is not None])
-    rest = [x.dims[d] for d in range(x.dim()) if d not in at]
-    before = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    return [*rest[:before], *picked, *rest[before:]], range(before, before + len(picked))
-
-
 def _on_device_of(x: PaddedValue, indices: Indices) -> Indices:
     """Move indices to the device of the tensor: torch accepts indices on the CPU, where it makes those of lists."""
     device = x.dense.device
@@ -253,7 +247,7 @@ def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tu
         if positions.dense.dtype in (torch.bool, torch.uint8):
             raise UnsupportedCall("how many positions a mask names depends on its values")
         dense = positions.dense
-        if x.is_padded(d) and not is_rows_dim(x, d):
+        if x.is_padded(d) and d != x.rows_dim:
             ends = _end(x, d, indices)
             check_bounds(x, d, positions, ends)
             dense = in_bucket(x, d, counted_from_start(dense, ends, x.shape[d]))
@@ -271,10 +265,10 @@ def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tu
 
 def _end(x: PaddedValue, d: int, indices: Indices) -> Tensor | int:
     """Return the end that negative positions count from: in a ragged dim, the length of the indexed row."""
-    if _has_one_size(x, d) or not is_prefix(x.dims[d]):
+    if not _differs_by_row(x, d):
         return _last(x, d)
-    for e, positions in enumerate(indices) if len(x.dims[d]) == 1 else ():
-        if positions is not None and is_rows_dim(x, e):
+    for e, positions in enumerate(indices):
+        if positions is not None and e == x.rows_dim:
             return torch.as_tensor(x.size(d))[positions.filled(0)]
     raise UnsupportedCall("negative positions of a ragged dim count from different ends")
 
@@ -286,7 +280,8 @@ def _last(x: PaddedValue, d: int) -> Tensor | int:
 
 
 def _differs_by_row(x: PaddedValue, d: int) -> bool:
-    return not _has_one_size(x, d) and not is_rows_dim(x, d) and len(x.dims[d]) == 1
+    """Return whether the rows of a ragged batch differ in the true size of this dim."""
+    return len(x.dims[d]) == 1 and x.sizes is not None and x.sizes.differs_by_row(x.dims[d][0].size)
 
 
 def _index_each_row(x: PaddedValue, d: int, index: PaddedValue) -> PaddedValue:
@@ -301,18 +296,6 @@ def _min_end(x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim; for a ragged dim, that of its shortest row."""
     end = _last(x, d)
     return end.min() if isinstance(end, Tensor) and end.dim() else end
-
-
-def _has_one_size(x: PaddedValue, d: int) -> bool:
-    """Return whether the true size of this dim is one number and its valid part a prefix."""
-    if not x.is_padded(d) or x.sizes is None:
-        return True
-    return len(x.dims[d]) == 1 and not x.sizes.differs_by_row(x.dims[d][0].size) and not is_rows_dim(x, d)
-
-
-def is_rows_dim(x: PaddedValue, d: int) -> bool:
-    """Return whether a dim is the rows of a ragged batch."""
-    return len(x.dims[d]) == 1 and x.dims[d][0].size == rows_symbol()
 
 
 @table.register(aten.embedding, across=True)

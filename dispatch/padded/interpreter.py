@@ -78,12 +78,7 @@ def is_observed() -> bool:
 
 
 class PaddedCall(BoundCall[PaddedValue]):
-    """One call of an overload, its arguments by name.
-
-    Args:
-        op: the overload.
-        args, kwargs: its arguments, with `PaddedValue` in place of tensors.
-    """
+    """One call of an overload, with `PaddedValue` in place of every tensor."""
 
     def __init__(self, op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> None:
         super().__init__(op, args, kwargs, PaddedValue)
@@ -94,20 +89,10 @@ class PaddedCall(BoundCall[PaddedValue]):
         self._merged: tuple[list[PaddedValue], TrueSizes | None] | None = None
 
     def dense(self, changed: Mapping[str, PyTree] | None = None) -> PyTree:
-        """Run the op on the storages.
-
-        Args:
-            changed: arguments that take the place of the call's.
-
-        Returns:
-            The op's results: tensors, not `PaddedValue`.
-        """
-        inputs = self.arguments if not changed else {name: changed.get(name, x) for name, x in self.arguments.items()}
-        dense = [_dense_of(x) for x in inputs.values()]
-        count = self._positional
-        if len(dense) == count:
-            return self.op(*dense)
-        return self.op(*dense[:count], **dict(zip([*inputs][count:], dense[count:], strict=True)))
+        """Run the op on the storages, some arguments changed, and return its results: tensors, not `PaddedValue`."""
+        given = changed or {}
+        args, kwargs = self.split({name: _dense_of(given.get(name, x)) for name, x in self.arguments.items()})
+        return self.op(*args, **kwargs)
 
     @property
     def is_tracked(self) -> bool:
@@ -128,14 +113,7 @@ def _dense_of(x: PyTree) -> PyTree:
 
 
 def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
-    """Run an op on padded values by its rule.
-
-    Args:
-        op: the overload; one that writes to no argument.
-        args, kwargs: its arguments, with `PaddedValue` in place of every tensor.
-
-    Returns:
-        The op's results, with `PaddedValue` in place of every tensor.
+    """Run an op that writes to no argument by its rule, on `PaddedValue` in place of every tensor, and return such.
 
     Raises:
         RuleError: there is no rule.
@@ -226,18 +204,10 @@ def refuse(call: PaddedCall, reason: str, kind: type[UnsupportedCall] = Unsuppor
 
 
 def require_size(call: PaddedCall, sizes: TrueSizes | None, size: Size, least: int) -> None:
-    """Refuse a call that needs a larger true size, so that it runs on the unpadded data, where torch raises its error.
+    """Refuse a call if the host knows that a size is below the least that torch takes, in any row of a ragged batch.
 
-    The sizes that a graph's program needs are noted, and compared before each replay (`SizeConditions`).
-
-    Args:
-        call: the call.
-        sizes: the values of the symbols.
-        size: the size.
-        least: the smallest one that torch takes, in each row of a ragged batch.
-
-    Raises:
-        UnsupportedCall: the host knows a smaller one.
+    It then runs on the unpadded data, where torch raises its error. The sizes that a graph's program needs are noted,
+    and compared before each replay (`SizeConditions`).
     """
     if sizes is not None and not sizes.allow(size, least):
         raise UnsupportedCall(f"a size of {size} is below {least}")

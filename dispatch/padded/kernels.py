@@ -45,17 +45,16 @@ def valid_lengths(x: PaddedValue) -> list[ValidLength] | None:
         or not x.dim()
     ):
         return None
-    rows = [d for d, factors in enumerate(x.dims) if len(factors) == 1 and factors[0].size == rows_symbol()]
-    found = []
+    rows, found = x.rows_dim, []
     for d in x.padded_dims:
-        if d in rows:
+        if d == rows:
             continue
         if len(x.dims[d]) != 1 or x.dims[d][0].size.has(rows_symbol()):
             return None
         sizes = x.sizes.of(x.dims[d][0].size)
-        if sizes.dim() and not rows:
+        if sizes.dim() and rows is None:
             return None
-        found.append(ValidLength(d, sizes, rows[0] if rows else 0))
+        found.append(ValidLength(d, sizes, rows or 0))
     return found
 
 

@@ -79,8 +79,7 @@ def _read(name: str, operation: str) -> Callable[..., object]:
         if is_number and not (is_linear and isinstance(other, int)) and not _is_library(sys._getframe(1)):
             for watcher in watchers:
                 watcher.note_number(self, "a repeated sequence" if is_sequence else operation)
-            if noting.into is not None:
-                noting.into.is_number_read = True
+            noting.number_read()
         return out
 
     method.__name__ = name

@@ -26,8 +26,7 @@ from subtensors.dispatch.padded.padded_value import (
     result,
     unpadded_value,
 )
-from subtensors.dispatch.padded.positions import ranks
-from subtensors.dispatch.sizes.dim_factors import is_prefix, padded_dim, size_of, static_dims, with_dim
+from subtensors.dispatch.sizes.dim_factors import is_prefix, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 from subtensors.kernels.runtime.custom_ops import max_value, min_value
 
@@ -35,16 +34,17 @@ aten = torch.ops.aten
 
 
 def sort_valid_first(x: PaddedValue, d: int, descending: bool = False) -> tuple[PaddedValue, PaddedValue]:
-    """Sort values and positions, the valid ones first. A sort puts NaN above all numbers."""
-    rank = None if is_prefix(x.dims[d]) else ranks(x, d)
-    if rank is not None and x.sizes is not None and x.sizes.rows is not None:
-        raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
+    """Sort values and positions, the valid ones first. A sort puts NaN above all numbers.
+
+    Padding that equals a valid element stays behind it, since the sort is stable and the valid positions come first.
+    """
+    if not is_prefix(x.dims[d]):
+        if x.sizes is not None and x.sizes.rows is not None:
+            raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
+        raise ScatteredDim(x, d)
     last = min_value(x.dense.dtype) if descending else _above_all(x.dense.dtype)
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
-    if rank is None:
-        return x.like(values).gradient_masked(), x.like(positions)
-    dims = with_dim(x.dims, d, padded_dim(x.shape[d], size_of(x.dims[d])))
-    return result(values, dims, x.sizes).gradient_masked(), result(rank[positions] - 1, dims, x.sizes)
+    return x.like(values).gradient_masked(), x.like(positions)
 
 
 def _above_all(dtype: torch.dtype) -> float:
@@ -63,9 +63,10 @@ def histc(call: PaddedCall, x: PaddedValue, min: float, max: float) -> PaddedVal
     """Count the valid elements in each bin; padding is beyond the last one."""
     if min == max:
         raise UnsupportedCall("its bins depend on values")
-    if max_value(x.dense.dtype) <= max:
+    beyond = max_value(x.dense.dtype)  # infinity; to add 1 would round to the last bin
+    if beyond <= max:
         raise UnsupportedCall("no number of its dtype is beyond its bins")
-    return unpadded_value(call.dense({"self": x.filled(max + 1)}))
+    return unpadded_value(call.dense({"self": x.filled(beyond)}))
 
 
 @table.register(aten.topk, across=True)
@@ -93,8 +94,8 @@ def isin(call: PaddedCall, invert: bool) -> PaddedValue:
         return given.like(call.dense())  # type: ignore[no-any-return]
     if not isinstance(given, PaddedValue):
         given = unpadded_value(torch.as_tensor(given, device=tests.dense.device))
-    mask, equal = tests.mask(), given.dense.unsqueeze(-1) == tests.dense.reshape(-1)
-    found = (equal if mask is None else equal & mask.expand(tests.shape).reshape(-1)).any(-1)
+    equal = given.dense.unsqueeze(-1) == tests.dense.reshape(-1)
+    found = (equal & tests.mask_of_all().reshape(-1)).any(-1)
     return given.like(~found if invert else found)
 
 

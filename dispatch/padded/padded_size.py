@@ -79,17 +79,17 @@ class PaddedSize(int):
         return value
 
     def at(self, host: Mapping[sympy.Symbol, HostSize]) -> HostSize:
-        """The number at other true sizes; one for each row where they differ.
-
-        Args:
-            host: the value of every symbol.
-        """
+        """The number at other true sizes, those of every symbol; one for each row where they differ."""
         values = tuple(host[symbol] for symbol in self.sizes.symbols)
         return TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values).on_host(self.size, value_at)
 
     def on_host(self, row: int | None = None) -> int:
         """The true number; waits for the device where the host doesn't know it."""
         return value_at(self.size, self.sizes.assignment(row))
+
+
+_BY_NUMBER = frozenset(["__floordiv__", "__mod__"])
+"""The methods that keep the true size only where the other operand is a positive number that is no size."""
 
 
 def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[PaddedSize, object], object]:
@@ -100,25 +100,13 @@ def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[
         number = plain(self, other)
         if not isinstance(number, int) or not isinstance(other, int):
             return number
+        if name in _BY_NUMBER and (isinstance(other, PaddedSize) or other < 1):
+            return number
         if not isinstance(other, PaddedSize):
             return self.derived(number, combined(self.size, as_expression(int(other))), self.sizes)
         sizes = self.sizes if other.sizes is self.sizes else merge_sizes([self.sizes, other.sizes])
         assert sizes is not None
         return self.derived(number, combined(self.size, other.size), sizes)
-
-    method.__name__ = name
-    return method
-
-
-def _by_number(name: str, combined: Callable[[Size, int], Size]) -> Callable[[PaddedSize, object], object]:
-    """The same for a method whose other operand is a positive number that is no size."""
-    plain: Callable[[int, object], object] = getattr(int, name)
-
-    def method(self: PaddedSize, other: object) -> object:
-        number = plain(self, other)
-        if not isinstance(number, int) or not isinstance(other, int) or isinstance(other, PaddedSize) or other < 1:
-            return number
-        return self.derived(number, combined(self.size, int(other)), self.sizes)
 
     method.__name__ = name
     return method
@@ -159,10 +147,10 @@ for _name, _combined in {
     "__rsub__": lambda a, b: added(b, multiplied(-1, a)),
     "__mul__": multiplied,
     "__rmul__": multiplied,
+    "__floordiv__": lambda size, by: floor_divided(size, int(by)),
+    "__mod__": lambda size, by: remainder(size, int(by)),
 }.items():
     setattr(PaddedSize, _name, _arithmetic(_name, _combined))
-for _name, _divided in {"__floordiv__": floor_divided, "__mod__": remainder}.items():
-    setattr(PaddedSize, _name, _by_number(_name, _divided))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
 
 
@@ -234,14 +222,7 @@ def is_same(a: Size, b: Size, sizes: TrueSizes | SizeKey | None) -> bool:
 
 
 def bound_in(size: Size, bound: int | None, default: Size | int, sizes: TrueSizes | None) -> Size:
-    """Return the position that a bound of a slice means in a dim; a negative one counts from the end.
-
-    Args:
-        size: the true size of the dim.
-        bound: the bound, None for `default`.
-        default: a position.
-        sizes: the values of the symbols.
-    """
+    """Return the position that a bound of a slice means in a dim of a true size; a negative one counts from its end."""
     if bound is None:
         return as_expression(default)
     position = true_expression(bound)
@@ -276,10 +257,7 @@ def _bounds(size: Size, known: SizeKey | None) -> tuple[int, int] | None:
 def _values(sizes: tuple[Size, ...], known: SizeKey | None, is_monotone: bool = False) -> list[tuple[int, ...]] | None:
     """Return the values of expressions at all true sizes of the buckets; None where that is unknown, or too many.
 
-    Args:
-        sizes: the expressions.
-        known: the symbols with their buckets.
-        is_monotone: whether the first and the last of these sizes are enough.
+    Where they are monotone, the first and the last of these sizes are enough.
     """
     import sympy
 

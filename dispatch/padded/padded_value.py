@@ -122,6 +122,12 @@ class PaddedValue:
         return self._padded_dims
 
     @property
+    def rows_dim(self) -> int | None:
+        """The dim that is the rows of a ragged batch; None where there are none, or they are part of another dim."""
+        rows = rows_symbol()
+        return next((d for d, own in enumerate(self.dims) if len(own) == 1 and own[0].size == rows), None)
+
+    @property
     def is_tracked(self) -> bool:
         """Return whether the storage is tracked by autograd."""
         return self.dense.requires_grad and torch.is_grad_enabled()
@@ -143,6 +149,12 @@ class PaddedValue:
         """
         wanted = tuple(self.padded_dims if only is None else (d for d in only if self.is_padded(d)))
         return self.sizes.mask(self.dims, wanted) if wanted and self.sizes is not None else None
+
+    def mask_of_all(self) -> Tensor:
+        """Return the mask of valid elements, bool, of the shape of `dense`."""
+        mask = self.mask()
+        everywhere = torch.ones((), dtype=torch.bool, device=self.dense.device) if mask is None else mask
+        return everywhere.expand(self.dense.shape)
 
     def valid_count(self, dims: Sequence[int]) -> Tensor:
         """Count the valid elements along some dims, which are kept with size 1."""
@@ -173,7 +185,7 @@ class PaddedValue:
 
     def filled(self, value: Number, only: Iterable[int] | None = None) -> Tensor:
         """Return the storage with `value` in the padding of some dims, all by default; its gradient there is zero."""
-        if self.fill is not None and _same_number(self.fill, value):
+        if _same_number(self.fill, value):
             return self.gradient_masked().dense
         mask = self.mask(only)
         return self.dense if mask is None else self._filled(self.dense, mask, value)
@@ -252,13 +264,9 @@ class PaddedValue:
 
 
 def masked_gradient(dense: Tensor, mask: Tensor, sizes: TrueSizes, is_zero: IsZero | None = None) -> Tensor:
-    """Return `dense` with a gradient of zero where a mask is False.
+    """Return a storage with a gradient of zero where a mask of true sizes, which broadcasts to it, is False.
 
-    Args:
-        dense: a storage.
-        mask: broadcastable to it.
-        sizes: the true sizes that the mask is made of.
-        is_zero: called in the backward to ask if the incoming gradient is zero there already.
+    The backward calls `is_zero` to ask if the incoming gradient is zero there already.
     """
     if type(dense) in LAZY_TYPES:
         return mask_gradient(dense, mask, dense)
@@ -381,15 +389,12 @@ def known_sizes(value: PaddedValue, dim: int) -> tuple[int, ...]:
     return tuple(max(n, 0) for n in sizes.each_on_host(size_of(value.dims[dim])))
 
 
-def _same_number(a: Fill, b: Number) -> bool:
-    if isinstance(a, str):
-        return False
-    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+def _same_number(a: Fill | None, b: Number) -> bool:
+    is_equal = isinstance(a, int | float) and a == b and math.copysign(1, a) == math.copysign(1, b)
+    return is_equal or (a != a and b != b)
 
 
 def _as_dtype(value: Number, dtype: torch.dtype) -> Number:
-    if dtype == torch.bool:
-        return bool(value)
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return int(value)
-    return float(value) if not dtype.is_complex else value
+    if dtype.is_complex:
+        return value
+    return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)

@@ -93,20 +93,15 @@ def quantized_by_channel(call: PaddedCall, x: PaddedValue, axis: int) -> PaddedV
 
 def _track_operand_gradients(call: PaddedCall, operands: Sequence[PaddedValue], out: PaddedValue) -> None:
     name = _name(call)
-    if name in _LINEAR or (name in _SMOOTH and all(_is_bounded(x, out) for x in operands)):
+    # An operand without padding is bounded where it has no positions of its own.
+    if name in _LINEAR or (
+        name in _SMOOTH
+        and all(x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims) for x in operands)
+    ):
         for x in operands:
-            if all(d >= 0 and is_padded_alike(x.dims[d], out.dims[d - x.dim()]) for d in _padded_operand_dims(x, out)):
+            added = out.dim() - x.dim()
+            if all(d >= added and is_padded_alike(x.dims[d - added], out.dims[d]) for d in out.padded_dims):
                 x.gradient_is_zero_if(out)
-
-
-def _padded_operand_dims(x: PaddedValue, out: PaddedValue) -> list[int]:
-    """Return the operand's dims that are padded in the result; negative for dims that it lacks."""
-    return [d - out.dim() + x.dim() for d in out.padded_dims]
-
-
-def _is_bounded(x: PaddedValue, out: PaddedValue) -> bool:
-    """Return whether an operand has bounded values (`padding_is_bounded`) at the padded positions of the result."""
-    return x.padding_is_bounded if x.padded_dims else not _is_aligned(x, out.dims)
 
 
 def _is_aligned(x: PaddedValue, dims: Sequence[Factors]) -> bool:
@@ -142,12 +137,7 @@ def broadcast(operands: Sequence[PaddedValue]) -> tuple[tuple[Factors, ...], Tru
 
 
 def raise_if_scattered(places: Sequence[tuple[PaddedValue, int]], sizes: TrueSizes | None) -> None:
-    """Raise ScatteredDim for an operand that is not flattened in a dim in which another one of its true size is.
-
-    Args:
-        places: the operands, each with the dim that they share.
-        sizes: the true sizes.
-    """
+    """Raise ScatteredDim for an operand that is not flattened in the shared dim, where another of its true size is."""
     along = [(x, d) for x, d in places if x.is_padded(d) and x.shape[d] > 1]
     chosen = max((x.dims[d] for x, d in along), key=len, default=())
     for x, d in along:
@@ -243,7 +233,9 @@ def is_padded_alike(own: Factors, of_result: Factors) -> bool:
 def _fill_after(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> Fill | None:
     """Return the known fill of the result: zero if the op keeps zero, `EDGE_FILL` if all operands have it."""
     name, fill = _name(call), operands[0].fill
-    if _has_edge_fill(call, operands, dims):
+    if torch.Tag.nondeterministic_seeded not in call.op.tags and all(
+        x.fill == EDGE_FILL if x.padded_dims else not _is_aligned(x, dims) for x in operands
+    ):
         return EDGE_FILL
     if len(operands) == 2 and name in ("add", "sub"):
         is_zero = all(x.fill == 0 and x.dims == operands[0].dims for x in operands)
@@ -261,14 +253,6 @@ def _has_usual_numbers(call: PaddedCall, name: str) -> bool:
     if name == "hardtanh" and not call["min_val"] <= 0 <= call["max_val"]:
         return False
     return all(math.isfinite(number) for number in call.arguments.values() if isinstance(number, float))
-
-
-def _has_edge_fill(call: PaddedCall, operands: Sequence[PaddedValue], dims: Sequence[Factors]) -> bool:
-    """Return whether the padding of the result, like that of the operands, repeats the first valid positions."""
-    return (
-        all(x.fill == EDGE_FILL if x.padded_dims else not _is_aligned(x, dims) for x in operands)
-        and torch.Tag.nondeterministic_seeded not in call.op.tags
-    )
 
 
 def _is_safe_cast(dtype: torch.dtype, call: PaddedCall) -> bool:

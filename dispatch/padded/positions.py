@@ -88,16 +88,16 @@ def size_along(x: PaddedValue, d: int) -> Tensor | int:
     """Return the true size of a dim, broadcastable to the value where rows differ in it."""
     size = x.size(d)
     if isinstance(size, Tensor) and size.dim():
-        return size.view([-1 if e == rows_dim(x) else 1 for e in range(x.dim())])
+        rows = rows_dim(x)
+        return size.view([-1 if e == rows else 1 for e in range(x.dim())])
     return size
 
 
 def rows_dim(x: PaddedValue) -> int:
     """The dim of a ragged batch's rows."""
-    for d, factors in enumerate(x.dims):
-        if len(factors) == 1 and factors[0].size == rows_symbol():
-            return d
-    raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
+    if x.rows_dim is None:
+        raise UnsupportedCall("the rows of this ragged batch are part of a flattened dim")
+    return x.rows_dim
 
 
 def _rows_position(x: PaddedValue) -> tuple[int, int, int]:
@@ -263,11 +263,7 @@ watching_bounds: list[Callable[[str], None]] = []
 
 @contextmanager
 def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
-    """Report positions beyond the true size inside the context.
-
-    Args:
-        report: called with a description.
-    """
+    """Report positions beyond the true size inside the context, by a call with a description."""
     watching_bounds.append(report)
     try:
         yield
@@ -278,12 +274,8 @@ def checked_bounds(report: Callable[[str], None]) -> Iterator[None]:
 def check_bounds(x: PaddedValue, d: int, index: PaddedValue, ends: Tensor | int | None = None) -> None:
     """Report positions beyond the true size of a dim, in the debug mode and where values are known.
 
-    Args:
-        x: the indexed value.
-        d: the dim.
-        index: the positions.
-        ends: the exclusive bound of each position, broadcastable to the index; by default the true size of the dim, for
-            an index with the dims of `x`.
+    The exclusive bounds of the positions broadcast to the index; by default they are the true size of the dim, for an
+    index with the dims of `x`.
     """
     if not watching_bounds or not x.is_padded(d) or is_traced(index.dense):
         return

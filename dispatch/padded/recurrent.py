@@ -94,7 +94,13 @@ def _layer(
         gate = weights[1].new_full((weights[1].shape[0] // 4, 1), SATURATED)
         zeros = torch.zeros_like(gate)
         weights = [torch.cat([weights[0], torch.cat([-gate, gate, zeros, zeros])], 1), *weights[1:]]
-    out, *last = opaque(_without_warning(function), dense, states if is_lstm else states[0], weights, *options)
+
+    def without_warning(*args: PyTree) -> tuple[Tensor, ...]:
+        with warnings.catch_warnings():  # cuDNN's, that it copies weights which lie apart in memory
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            return function(*args)
+
+    out, *last = opaque(without_warning, dense, states if is_lstm else states[0], weights, *options)
     outputs = result(out, [*steps.dims[:2], *static_dims([out.shape[2]])], steps.sizes).gradient_masked()
     ends = [apply(aten.select.int, outputs, time, -1)]
     if is_lstm:
@@ -102,17 +108,6 @@ def _layer(
         dims = [steps.dims[1 - time], *static_dims([cell.shape[1]])]
         ends.append(result(cell, dims, steps.sizes).gradient_masked())
     return [outputs, *ends]
-
-
-def _without_warning(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function without cuDNN's warning that it copies weights which lie apart in memory."""
-
-    def call(*args: PyTree) -> tuple[Tensor, ...]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-            return function(*args)
-
-    return call
 
 
 @table.register(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)

@@ -131,6 +131,11 @@ class _Noting(threading.local):
     host_reads = 0  # how often any sizes were asked for values: what did not ask holds for others of their kind
     recording: Callable[..., None] | None = None  # notes a function, its arguments and its result
 
+    def number_read(self) -> None:
+        """Note that a size was read as a plain number."""
+        if self.into is not None:
+            self.into.is_number_read = True
+
 
 noting = _Noting()
 """The place of this thread's notes on the sizes that it computes with."""

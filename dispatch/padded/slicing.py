@@ -48,7 +48,10 @@ def select(call: PaddedCall, x: PaddedValue, dim: int, index: int) -> PaddedValu
         return result(x.dense.select(d, position), dims, x.sizes, x.fill)
     size, at, sizes = prefix_size(x, d), true_expression(index), sizes_with(x.sizes, index)
     if size == rows_symbol():
-        return _select_row(x, d, index)
+        if isinstance(index, PaddedSize):
+            raise UnsupportedCall("it selects a row of a ragged batch")
+        assert x.sizes is not None
+        return result(x.dense.select(d, index), dims, x.sizes.of_rows(index), x.fill)
     if at.is_Integer:
         require_size(call, sizes, size, index + 1 if index >= 0 else -index)
     else:
@@ -75,15 +78,6 @@ def _scattered_position(call: PaddedCall, x: PaddedValue, d: int, index: int) ->
     shape = [size for sizes in each for size in sizes]
     places = np.unravel_index(index % math.prod(shape), shape)
     return int(np.ravel_multi_index(places, [factor.bucket for factor in x.dims[d]]))
-
-
-def _select_row(x: PaddedValue, d: int, index: int) -> PaddedValue:
-    """Return one row of a ragged batch, with its own size."""
-    if isinstance(index, PaddedSize):
-        raise UnsupportedCall("it selects a row of a ragged batch")
-    assert x.sizes is not None
-    rest = [factors for i, factors in enumerate(x.dims) if i != d]
-    return result(x.dense.select(d, index), rest, x.sizes.of_rows(index), x.fill)
 
 
 def _size_on_host(x: PaddedValue, d: int) -> int | None:

@@ -61,12 +61,11 @@ class TrueSizes:
         self.key = SizeKey(symbols, buckets)
         self._host = host
         self.masks: dict[Hashable, Tensor] = {}
-        """Masks and fill tensors that were computed from these sizes, by what they depend on."""
+        """Masks, fill tensors and values that were computed from these sizes, by what they depend on."""
         self.attention_masks: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
         """The last masks that were made for attention; each with the caller's mask that it includes."""
         self.serves_one_run = False
         """True if made for a single run of a program, in which each mask and expression is computed once."""
-        self._values_by_size: dict[Size, Tensor] = {}
 
     @cached_property
     def kind(self) -> object:
@@ -127,15 +126,14 @@ class TrueSizes:
         """Forget the masks and values of expressions that were computed so far, and free their memory."""
         self.masks.clear()
         self.attention_masks.clear()
-        self._values_by_size.clear()
 
     def of(self, size: Size) -> Tensor:
         """The value of an expression on the device: () or (rows,) int64."""
         if not self.serves_one_run:
             return self._of(size)
-        if size not in self._values_by_size:
-            self._values_by_size[size] = self._of(size)
-        return self._values_by_size[size]
+        if size not in self.masks:
+            self.masks[size] = self._of(size)
+        return self.masks[size]
 
     def of_each(self, size: Size) -> Tensor:
         """The value of an expression on the device: (rows,) int64 where there are several rows, else ()."""
@@ -145,11 +143,10 @@ class TrueSizes:
     def _of(self, size: Size) -> Tensor:
         if size.is_Symbol and size in self.symbols:
             return self.values[self.symbols.index(size)]
-        symbols = [rows_symbol(), *self.symbols] if size.has(rows_symbol()) else list(self.symbols)
-        values = self.values
+        symbols, values = self.symbols, self.values
         if size.has(rows_symbol()):
             count = torch.full((1, *values.shape[1:]), self.rows or 0, dtype=torch.int64, device=values.device)
-            values = torch.cat([count, values])
+            symbols, values = (rows_symbol(), *symbols), torch.cat([count, values])
         return size_on_device(size, symbols, values)
 
     def mask(self, dims: tuple[Factors, ...], wanted: tuple[int, ...]) -> Tensor | None:
@@ -174,11 +171,7 @@ class TrueSizes:
         return self.masks[key]
 
     def assignment(self, row: int | None = None) -> dict[sympy.Symbol, int]:
-        """Return the value of each symbol, read on the host.
-
-        Args:
-            row: the row of a ragged batch whose sizes to return.
-        """
+        """Return the value of each symbol, read on the host; of a ragged batch, in one row."""
         assigned: dict[sympy.Symbol, int] = {}
         for symbol, size in zip(self.symbols, self.host(), strict=True):
             if isinstance(size, int):
@@ -236,13 +229,7 @@ def _each_on_host(
 
 
 def merge_sizes(operands: Sequence[TrueSizes]) -> TrueSizes | None:
-    """Return the sizes of all symbols of several tensors.
-
-    Args:
-        operands: the sizes of each tensor.
-
-    Returns:
-        None when there are none.
+    """Return the sizes of all symbols of several tensors; None when there are none.
 
     Raises:
         SizeError: a symbol has two buckets, or two values that the host knows.
@@ -281,12 +268,7 @@ def _check_agreement(symbol: sympy.Symbol, a: TrueSizes, i: int, b: TrueSizes, j
 
 
 def valid_positions(dims: tuple[Factors, ...], wanted: tuple[int, ...], sizes: TrueSizes) -> Tensor | None:
-    """Return the mask of the valid positions of some dims.
-
-    Args:
-        dims: the factors of each dim.
-        wanted: the dims whose padding counts.
-        sizes: the true sizes behind the factors.
+    """Return the mask of the valid positions of the dims whose padding counts.
 
     Returns:
         bool, True at valid positions, of size 1 along dims on which it doesn't vary; None when all are valid.
@@ -331,20 +313,18 @@ def _covers(factor: Factor, sizes: TrueSizes) -> bool:
 
 
 def _below(factor: Factor, sizes: TrueSizes, position: int, rows_dim_index: int | None, rank: int) -> Tensor:
-    index = torch.arange(factor.bucket, device=sizes.values.device)
+    def along(t: Tensor, d: int) -> Tensor:
+        return t.view([-1 if e == d else 1 for e in range(rank)])
+
+    index = along(torch.arange(factor.bucket, device=sizes.values.device), position)
     size = sizes.of(factor.size)
-    shape = [1] * rank
-    shape[position] = factor.bucket
-    index = index.view(shape)
     if size.dim() == 0:
         return index < size
     if not sizes.differs_by_row(factor.size):
         return index < size[0]
     if rows_dim_index is None:
         raise UnsupportedCall("a ragged batch without a dim of rows has no lengths")
-    shape = [1] * rank
-    shape[rows_dim_index] = size.shape[0]
-    return index < size.view(shape)
+    return index < along(size, rows_dim_index)
 
 
 def _unfactored(mask: Tensor, dims: tuple[Factors, ...]) -> Tensor:

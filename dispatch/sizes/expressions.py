@@ -8,6 +8,7 @@ values come from a small int64 tensor on the device, or from Python ints where t
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
@@ -79,28 +80,30 @@ def _memoized(function: Callable[P, T]) -> Callable[P, T]:
     return functools.wraps(function)(functools.lru_cache(4096, typed=True)(function))  # type: ignore[return-value]
 
 
-@_memoized
-def added(*sizes: Size | int) -> Size:
-    """The size of a concatenation.
+def _combining(name: str) -> Callable[..., Size]:
+    """Return sympy's function with this name as one of any number of sizes.
 
-    >>> added(size_symbol("seq"), 1)
-    seq + 1
+    >>> added(size_symbol("seq"), 1), multiplied(size_symbol("batch"), size_symbol("seq"), 4)
+    (seq + 1, 4*batch*seq)
     """
-    import sympy
 
-    return sympy.Add(*sizes)
+    @_memoized
+    def combined(*sizes: Size | int) -> Size:
+        import sympy
+
+        return getattr(sympy, name)(*sizes)
+
+    return combined
 
 
-@_memoized
-def multiplied(*sizes: Size | int) -> Size:
-    """The size of several dimensions as one, or of one that is repeated.
+added = _combining("Add")
+"""The size of a concatenation."""
 
-    >>> multiplied(size_symbol("batch"), size_symbol("seq"), 4)
-    4*batch*seq
-    """
-    import sympy
+multiplied = _combining("Mul")
+"""The size of several dimensions as one, or of one that is repeated."""
 
-    return sympy.Mul(*sizes)
+smallest, largest = _combining("Min"), _combining("Max")
+"""The minimum and the maximum of several sizes."""
 
 
 @_memoized
@@ -117,7 +120,8 @@ def divided(size: Size | int, by: Size | int) -> Size:
     import sympy
 
     quotient = sympy.cancel(sympy.sympify(size) / by)
-    if not _is_whole(quotient):
+    # A size is an integer for all integer values of its symbols.
+    if not quotient.is_integer or sympy.fraction(sympy.together(quotient))[1] != 1:
         raise RuleError(
             f"a size of {size} cannot be divided by {by}: it is not a multiple of it for every size; "
             "divide a dimension that is not padded, or unpad first"
@@ -148,22 +152,6 @@ def remainder(size: Size | int, by: int) -> Size:
 
     # Not as a Mod, which sympy prints into code without the parentheses that a product with it needs.
     return sympy.expand(size - by * floor_divided(size, by))
-
-
-@_memoized
-def smallest(*sizes: Size | int) -> Size:
-    """The minimum of several sizes."""
-    import sympy
-
-    return sympy.Min(*sizes)
-
-
-@_memoized
-def largest(*sizes: Size | int) -> Size:
-    """The maximum of several sizes."""
-    import sympy
-
-    return sympy.Max(*sizes)
 
 
 @_memoized
@@ -235,13 +223,6 @@ def _ceiling(numerator: Size, denominator: int) -> Size:
     return -floor_divided(-numerator, denominator)
 
 
-def _is_whole(expression: Size) -> bool:
-    """Return whether an expression is an integer for all integer values of its symbols."""
-    import sympy
-
-    return bool(expression.is_integer) and sympy.fraction(sympy.together(expression))[1] == 1
-
-
 def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     """The value of an expression, from Python ints.
 
@@ -263,6 +244,7 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     if missing:
         raise SizeError(f"the size {expression} needs {sorted(map(str, missing))}, which nothing here is padded on")
     value = expression.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
+    value = value if value.is_Integer else value.doit()  # sympy makes Max(m, Min(1, 2)) of a minimum of maxima
     if not value.is_Integer or value < 0:
         given = ", ".join(f"{symbol}={sizes[symbol]}" for symbol in sorted(expression.free_symbols, key=str))
         raise SizeError(f"the size {expression} is {value} for {given}; a size is a nonnegative integer")
@@ -320,8 +302,8 @@ def _computed(expression: Size, values: Mapping[sympy.Symbol, Tensor]) -> Tensor
         return _computed(numerator, values) // _computed(denominator, values)
     parts = [_computed(part, values) for part in expression.args]
     if isinstance(expression, sympy.Pow) and isinstance(parts[1], int) and parts[1] > 0:
-        return reduce(lambda a, b: a * b, [parts[0]] * parts[1])
-    combine = _device_arithmetic().get(type(expression))
+        return reduce(operator.mul, [parts[0]] * parts[1])
+    combine = _DEVICE_ARITHMETIC.get(type(expression).__name__)
     if combine is None:
         raise RuleError(f"a size of {expression} has no device arithmetic: {type(expression).__name__} is not known")
     return reduce(combine, parts)
@@ -347,14 +329,11 @@ def _maximum(a: Tensor | int, b: Tensor | int) -> Tensor | int:
     return torch.clamp(b, min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-@functools.cache
-def _device_arithmetic() -> dict[type, Callable[[Tensor | int, Tensor | int], Tensor | int]]:
-    import sympy
-
-    return {
-        sympy.Add: lambda a, b: a + b,
-        sympy.Mul: lambda a, b: a * b,
-        sympy.Mod: lambda a, b: a % b,
-        sympy.Min: _minimum,
-        sympy.Max: _maximum,
-    }
+_DEVICE_ARITHMETIC: dict[str, Callable[..., Tensor | int]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Mod": operator.mod,
+    "Min": _minimum,
+    "Max": _maximum,
+}
+"""The functions of sympy that the device computes, by name."""

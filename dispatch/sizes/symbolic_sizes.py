@@ -156,14 +156,10 @@ class SymbolicSizes(ConcreteSizes):
             "CeilToInt": step("CeilToInt", sympy.ceiling),
         }
 
-        def rewritten(node: sympy.Basic) -> sympy.Basic:
-            if not node.args:
-                return node
-            arguments = [rewritten(a) for a in node.args]
-            rule = rules.get(type(node).__name__) if type(node).__module__ == functions.__name__ else None
-            return rule(*arguments) if rule else node.func(*arguments)
-
-        return rewritten(condition)
+        for name, rule in rules.items():
+            if kind := getattr(functions, name, None):
+                condition = condition.replace(kind, rule, simultaneous=False)
+        return condition
 
 
 @requires(

@@ -32,11 +32,6 @@ class _TensorLike:
     strides: tuple[sympy.Basic, ...]
     dtype: torch.dtype
 
-    def in_symbols(self, names: Mapping[sympy.Symbol, sympy.Basic]) -> _TensorLike:
-        """Return it in other symbols."""
-        shape, strides = (tuple(n.xreplace(names) for n in each) for each in (self.shape, self.strides))
-        return _TensorLike(shape, strides, self.dtype)
-
 
 @dataclass(frozen=True)
 class _Number:
@@ -80,13 +75,16 @@ class TorchCall:
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> TorchCall:
         """Return the call in other symbols."""
 
+        def each(numbers: Sequence[sympy.Basic]) -> tuple[sympy.Basic, ...]:
+            return tuple(n.xreplace(names) for n in numbers)
+
         def rename(x: PyTree) -> PyTree:
             if isinstance(x, _TensorLike):
-                return x.in_symbols(names)
+                return _TensorLike(each(x.shape), each(x.strides), x.dtype)
             return _Number(x.value.xreplace(names)) if isinstance(x, _Number) else x
 
-        results = self.results and tuple(tuple(n.xreplace(names) for n in shape) for shape in self.results)
-        return TorchCall(self.function, map_arguments(self.args, rename), map_arguments(self.kwargs, rename), results)
+        args, kwargs = map_arguments((self.args, self.kwargs), rename)
+        return TorchCall(self.function, args, kwargs, self.results and tuple(map(each, self.results)))
 
     def at(self, sizes: Sizes) -> TorchCall:
         """Return the call with numbers in place of symbols."""

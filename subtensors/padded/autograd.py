@@ -22,6 +22,7 @@ from subtensors.dispatch.ops.lazy_storage import (
     traced_storage,
 )
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES
+from subtensors.dispatch.ops.wrappers import Join, join
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import FINITE_FILL, Layout, PaddedValue
 from subtensors.dispatch.padded.true_sizes import TrueSizes
@@ -51,13 +52,7 @@ def wrap_with_grad(value: PaddedValue) -> Tensor:
 def wrap_storage(
     dense: Tensor, layout: Layout, sizes: TrueSizes | None, tracker: GradientTracker | None
 ) -> PaddedTensor:
-    """Return a PaddedTensor of a storage, tracked by autograd if that is.
-
-    Args:
-        dense: the storage, of a plain type.
-        layout, sizes: those of the value.
-        tracker: the knowledge of the gradient that arrives at it, if it has one.
-    """
+    """Return a PaddedTensor of a storage of a plain type, tracked by autograd if that is."""
     if dense.requires_grad and torch.is_grad_enabled():
         return Wrap.apply(dense, layout, sizes, tracker)  # type: ignore[no-untyped-call, no-any-return]
     return wrap_layout(dense, layout, sizes, tracker)
@@ -66,12 +61,8 @@ def wrap_storage(
 def track_storage(x: PaddedTensor) -> None:
     """Make a PaddedTensor require grad as its lazy storage does in compiled code, where that may have changed."""
     storage = traced_storage(x._dense)
-    if storage is None or not x._dense.requires_grad:
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        if x.requires_grad:
-            x.detach_()
-        JoinStorage.apply(x, *storage.stored())  # type: ignore[no-untyped-call]  # torch's has no types
+    if storage is not None and x._dense.requires_grad:
+        join(x, storage.stored(), JoinStorage)
 
 
 wrap_padded = cast("Callable[[PaddedValue], PaddedTensor]", wrap_with_grad)
@@ -136,18 +127,13 @@ def _in_this_graph(x: Tensor, value: PaddedValue, storage: TracedStorage) -> Pad
     return replace(value, dense=storage.with_stored([stored]))
 
 
-class JoinStorage(torch.autograd.Function):
+class JoinStorage(Join):
     """An autograd function from what a lazy storage stores to the PaddedTensor around it, which leaves a graph."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: PaddedTensor, stored: Tensor) -> PaddedTensor:
-        """Return the PaddedTensor."""
-        ctx.mark_dirty(x)
-        ctx.set_materialize_grads(False)
-        return x
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: PaddedTensor | None) -> tuple[None, Tensor | None]:
+    def backward(  # type: ignore[override]  # of another gradient
+        ctx: FunctionCtx, *gradients: PaddedTensor | None
+    ) -> tuple[None, Tensor | None]:
         """Return the gradient's storage."""
         [gradient] = gradients
         if gradient is None:

@@ -8,10 +8,11 @@ tensor of its true size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -54,11 +55,7 @@ _state = _FallbackState()
 
 @contextlib.contextmanager
 def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
-    """Refuse calls without a rule inside the context, as a graph capture does, though true sizes may be known.
-
-    Args:
-        is_refused: False leaves such calls to the unpadded data.
-    """
+    """Refuse calls without a rule inside the context, as a graph capture does, or leave them to the unpadded data."""
     before = _state.is_refused
     _state.is_refused = is_refused
     try:
@@ -68,18 +65,11 @@ def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
 
 
 def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs, reason: Exception) -> PyTree:
-    """Run a function on the unpadded data of its PaddedTensors.
-
-    Args:
-        func: the function.
-        args, kwargs: its arguments.
-        reason: the error that says why no rule applies.
-
-    Returns:
-        Its result, padded again.
+    """Run a function on the unpadded data of its PaddedTensors, and return its result, padded again.
 
     Raises:
-        RuleError: the true sizes are unknown, as in a compiler, or differ from row to row.
+        RuleError: the true sizes are unknown, as in a compiler, or differ from row to row; it gives the reason why no
+            rule applies.
     """
     if _state.is_refused:
         raise reason
@@ -112,7 +102,7 @@ def run_on_unpadded_data(func: Callable[..., PyTree], args: Args, kwargs: Kwargs
         return tree_unflatten([inputs.get(id(x), x) for x in outs], out_spec)
     shapes = _shapes_at_other_sizes(func, leaves, spec, sizes)
     repadded = [
-        inputs.get(id(x)) or _repad(x, [s[j] for s in shapes.values()] if shapes else [], list(shapes), sizes)
+        inputs.get(id(x)) or _repad(x, {key: each[j] for key, each in shapes.items()}, sizes)
         if isinstance(x, Tensor)
         else x
         for j, x in enumerate(outs)
@@ -152,30 +142,15 @@ def write_unpadded(target: PaddedTensor, new: Tensor) -> None:
 def _check_not_broadcast(
     func: Callable[..., PyTree], name: str, leaves: list[PyTree], spec: TreeSpec, sizes: TrueSizes
 ) -> None:
-    """Raise RuleError if a call runs only because a true size of 1 is broadcast.
-
-    Raises:
-        RuleError: at a true size of 2 the shapes would not fit.
-    """
+    """Raise RuleError if a call runs only because a true size of 1 is broadcast: at 2 the shapes would not fit."""
     actual = sizes.assignment()
     ones = {symbol: 2 for symbol, n in actual.items() if n == 1}
-    at_two = {**actual, **ones}
-    if ones and _runs_on_shapes(func, leaves, spec, actual) and not _runs_on_shapes(func, leaves, spec, at_two):
+    shapes_at = functools.partial(_shapes_at, func, leaves, spec)
+    if ones and shapes_at(actual) is not None and shapes_at({**actual, **ones}) is None:
         raise RuleError(
             f"{name} would broadcast a true size of 1 ({', '.join(map(str, ones))}) over what has the size of a "
             f"bucket: give the sizes as x.shape[dim], pad the other tensor on the same Dim, or unpad"
         )
-
-
-def _runs_on_shapes(
-    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: Mapping[sympy.Symbol, int]
-) -> bool:
-    call_args, call_kwargs = tree_unflatten([_at_sizes(x, sizes) for x in leaves], spec)
-    try:
-        func(*call_args, **call_kwargs)
-    except Exception:  # whatever a function says of a tensor without values
-        return False
-    return True
 
 
 _Key: TypeAlias = "tuple[sympy.Symbol, int]"
@@ -190,14 +165,23 @@ def _shapes_at_other_sizes(
     actual = sizes.assignment()
     for symbol, bucket in zip(sizes.symbols, sizes.buckets, strict=True):
         for n in {bucket, max(bucket - 1, 1), bucket + 1} - {actual[symbol]}:
-            changed = {**actual, symbol: n}
-            call_args, call_kwargs = tree_unflatten([_at_sizes(x, changed) for x in leaves], spec)
-            try:
-                out = tree_flatten(func(*call_args, **call_kwargs))[0]
-            except Exception:  # whatever a function says of a tensor without values
+            found = _shapes_at(func, leaves, spec, {**actual, symbol: n})
+            if found is None:
                 return {}
-            shapes[symbol, n] = [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
+            shapes[symbol, n] = found
     return shapes
+
+
+def _shapes_at(
+    func: Callable[..., PyTree], leaves: list[PyTree], spec: TreeSpec, sizes: Mapping[sympy.Symbol, int]
+) -> list[_Shape] | None:
+    """Return the shapes of the results at some true sizes; None where they can't be computed."""
+    call_args, call_kwargs = tree_unflatten([_at_sizes(x, sizes) for x in leaves], spec)
+    try:
+        out = tree_flatten(func(*call_args, **call_kwargs))[0]
+    except Exception:  # whatever a function says of a tensor without values
+        return None
+    return [tuple(x.shape) if isinstance(x, Tensor) else None for x in out]
 
 
 def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
@@ -207,16 +191,15 @@ def _at_sizes(x: PyTree, sizes: Mapping[sympy.Symbol, int]) -> PyTree:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
-def _repad(out: Tensor, shapes: Sequence[_Shape], keys: Sequence[_Key], sizes: TrueSizes) -> Tensor:
+def _repad(out: Tensor, shapes: Mapping[_Key, _Shape], sizes: TrueSizes) -> Tensor:
     """Return a result padded again, or as it is where a size varies in a way that is no line."""
     actual = sizes.assignment()
     dims: list[Factors] = []
+    known = {key: shape for key, shape in shapes.items() if shape is not None and len(shape) >= out.dim()}
+    if len(known) < len(shapes):
+        return out
     for d, size in enumerate(out.shape):
-        points: list[tuple[sympy.Symbol, int, int]] = []
-        for (symbol, n), shape in zip(keys, shapes, strict=True):
-            if shape is None or d >= len(shape):
-                return out
-            points.append((symbol, n, shape[d]))
+        points = [(symbol, n, shape[d]) for (symbol, n), shape in known.items()]
         symbols = {symbol for symbol, _, other in points if other != size}
         if not symbols:
             dims.append((static(size),))

@@ -206,9 +206,7 @@ def try_fast_path(
 ) -> PyTree:
     """Repeat a call that is recorded; return NotImplemented for any other.
 
-    Args:
-        func, args, kwargs: the call.
-        again: takes the same result again, of which an argument may be the base; `func` by default.
+    `again` takes the same result again, of which an argument may be the base; it is `func` by default.
     """
     if is_intercepted() or is_observed():
         return NotImplemented
@@ -256,11 +254,7 @@ def _tracked_storages(given: PyTree, trackers: Iterator[GradientTracker], found:
 
 
 class CallRecording:
-    """The first runs of a call by rules, of which the second one is recorded.
-
-    Args:
-        func, args, kwargs: the call.
-    """
+    """The first runs of a call by rules, of which the second one is recorded."""
 
     def __init__(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> None:
         self.context: RuleRecording | contextlib.nullcontext[None] = contextlib.nullcontext()
@@ -328,13 +322,7 @@ def _remember(key: Key, known: Record | Note) -> None:
 
 
 def run_op(op: OpOverload, again: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> Tensor:
-    """Run an op that returns one tensor by its rule.
-
-    Args:
-        op: the op.
-        again: takes the same result again, of which an argument may be the base.
-        args, kwargs: its arguments, padded sizes among them.
-    """
+    """Run an op that returns one tensor by its rule, padded sizes among its arguments; see `try_fast_path`."""
     if (found := try_fast_path(op, args, kwargs, again)) is not NotImplemented:
         result: Tensor = found
         return result

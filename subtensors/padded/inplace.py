@@ -110,12 +110,7 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: Pad
     """Write through a view, also where gradients are recorded, or where the view is a copy.
 
     The elements of `x` are numbered, the view is taken of the numbers, and the values are scattered to those positions.
-    Values beyond the true end go to an extra position, which is cut off.
-
-    Args:
-        x: the base to write to.
-        view: takes the view.
-        new: the values, which broadcast to the view.
+    Values beyond the true end go to an extra position, which is cut off. New values broadcast to the view.
 
     Raises:
         RuleError: there is no rule for such a view.
@@ -136,11 +131,6 @@ def write_view(x: PaddedTensor, view: Callable[[PaddedTensor], Tensor], new: Pad
 
 def assign_at_index(x: PaddedTensor, index: PyTree, value: Number | Tensor) -> None:
     """Run `x[index] = value` through the view that the index takes, also where the index copies.
-
-    Args:
-        x: the tensor to write to.
-        index: as in `x[index]`.
-        value: a number, or a tensor that broadcasts.
 
     Raises:
         RuleError: there is no rule for such an index.

@@ -21,7 +21,7 @@ from subtensors.arguments import whole_number
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import is_lazy, traced_storage
 from subtensors.dispatch.ops.plain_types import MASKED_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, Fill, Layout, PaddedValue, View, unpadded_value
 from subtensors.dispatch.padded.size_conditions import HostSize
@@ -58,15 +58,26 @@ class ViewSource:
 
     Args:
         base: returns the base; None if nothing refers to it any more, since a copied view doesn't keep it alive.
-        view: takes the view of a base.
+        func, call: the function, and its arguments.
+        place: the value among these that stands for the base: the base, or a reference that doesn't keep it alive.
+        position: the index of the view among the tensors that the call returns.
         versions: the versions of the base, and of the bases of that, when the view was taken.
         latest: the view as last retaken; None if it was never retaken.
     """
 
     base: Callable[[], PaddedTensor | None]
-    view: Callable[[PaddedTensor], Tensor]
+    func: Callable[..., PyTree]
+    call: tuple[Args, Kwargs]
+    place: PaddedTensor | weakref.ref[PaddedTensor]
+    position: int
     versions: tuple[int, ...]
     latest: PaddedTensor | None = None
+
+    def view(self, x: PaddedTensor) -> Tensor:
+        """Take the view of another tensor in place of the base."""
+        args, kwargs = tree_map_only((PaddedTensor, weakref.ref), lambda t: x if t is self.place else t, self.call)
+        result: Tensor = tree_find(Tensor, self.func(*args, **kwargs))[self.position]
+        return result
 
 
 class PaddedTensor(Tensor):
@@ -139,9 +150,7 @@ class PaddedTensor(Tensor):
             >>> st.pad(torch.ones(3), {0: st.Dim("n", max=8, buckets=4)}).mask()
             tensor([ True,  True,  True, False])
         """
-        mask = unwrap(self).mask()
-        everywhere = torch.ones((), dtype=torch.bool, device=self._dense.device) if mask is None else mask
-        return everywhere.expand(self._dense.shape).clone()
+        return unwrap(self).mask_of_all().clone()
 
     def count(self, dim: int) -> Tensor:
         """The true size of a dim, on the device: what to divide by, never `shape[dim]`.

@@ -108,11 +108,10 @@ def unpad_value(value: PaddedValue) -> Tensor | list[Tensor]:
     ragged = sizes is not None and any(sizes.is_ragged(f.size) for factors in value.dims for f in factors)
     if not ragged or sizes is None:
         return _unpad_row(value, row=0)
-    for d, factors in enumerate(value.dims):
-        if len(factors) == 1 and factors[0].size == rows_symbol():
-            rest = value.dims[:d] + value.dims[d + 1 :]
-            return [_unpad_row(PaddedValue(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
-    raise RuleError("the rows of this ragged batch are part of a flattened dim; unflatten it before unpad")
+    if (d := value.rows_dim) is None:
+        raise RuleError("the rows of this ragged batch are part of a flattened dim; unflatten it before unpad")
+    rest = value.dims[:d] + value.dims[d + 1 :]
+    return [_unpad_row(PaddedValue(row, rest, sizes), i) for i, row in enumerate(value.dense.unbind(d))]
 
 
 def _unpad_row(value: PaddedValue, row: int) -> Tensor:

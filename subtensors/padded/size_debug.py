@@ -41,12 +41,9 @@ def _warn(size: ObservedSize, operation: str) -> None:
 
 def _decides_otherwise(size: PaddedSize, compare: Callable[[int, float], bool], other: float, outcome: bool) -> bool:
     """Return whether a comparison of the true size has another outcome, or may have where the host doesn't know it."""
-    others = [other] if isinstance(other, PaddedSize) else []
-    if not all(each.sizes.known_on_host for each in (size, *others)):
-        return True
-    rows = range(size.sizes.rows or 1)
-    true = ((size.on_host(row), other.on_host(row) if isinstance(other, PaddedSize) else other) for row in rows)
-    return any(compare(own, number) != outcome for own, number in true)
+    own = size.sizes.each_on_host(size.size)
+    others = other.sizes.each_on_host(other.size) if isinstance(other, PaddedSize) else (other,) * len(own)
+    return not (own and others) or any(compare(a, b) != outcome for a, b in zip(own, others, strict=True))
 
 
 def warn_at_caller(message: str) -> None:

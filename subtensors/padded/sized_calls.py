@@ -218,19 +218,14 @@ class SizedPlainCalls(TorchFunctionMode):
                 if self._constants is not None:
                     self._constants.note(func, tree_tensors((args, kwargs)), found)
                 return found
-            _note_number()
+            noting.number_read()
         elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):
-            _note_number()
+            noting.number_read()
         out = func(*args, **kwargs) if self._constants is None else self._constants.run(func, args, kwargs)
         if noting.into is not None and isinstance(out, Tensor):
             dtype = out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype
             noting.into.dtypes.update(dtype if isinstance(dtype, list) else [dtype])  # one for each of a TensorList
         return out
-
-
-def _note_number() -> None:
-    if noting.into is not None:
-        noting.into.is_number_read = True
 
 
 def _at_true_sizes(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
@@ -262,11 +257,8 @@ def _made(func: Callable[..., Tensor], given: Sequence[PyTree], fill: float | No
 
 
 def _full(size: Sequence[int], fill_value: float, **kwargs: PyTree) -> Tensor:
-    def full(shape: list[int], **options: PyTree) -> Tensor:
-        return torch.full(shape, fill_value, **options)
-
-    is_number = not isinstance(fill_value, Tensor)
-    return _made(full, [size], fill_value if is_number else None, kwargs)
+    fill = None if isinstance(fill_value, Tensor) else fill_value
+    return _made(functools.partial(torch.full, fill_value=fill_value), [size], fill, kwargs)
 
 
 def _arange(*bounds: int, **kwargs: PyTree) -> PyTree:

@@ -174,7 +174,9 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
             return args[0]._dense.register_hook(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if ops.is_tracing():
-                return _without_warnings(func, args, kwargs)
+                with warnings.catch_warnings():  # of a .grad that can't be there: the compiler reads every tensor's
+                    warnings.simplefilter("ignore", UserWarning)
+                    return func(*args, **kwargs)
             out = func(*args, **kwargs)
         if name in ("numel", "nelement") and isinstance(args[0], PaddedTensor):
             return numel_of(args[0], out)
@@ -210,13 +212,6 @@ def handle_torch_function(func: Callable[..., PyTree], args: Args, kwargs: Kwarg
 
 def _drops_nothing(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     return not training and 0 <= p <= 1
-
-
-def _without_warnings(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
-    """Call a getter without warnings: the compiler reads every tensor's .grad, and torch warns if it can't have one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return func(*args, **kwargs)
 
 
 def _is_padded_as(x: PaddedTensor, other: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,13 +24,7 @@ from subtensors.padded.padded_tensor import PaddedTensor, ViewSource
 def remember_views(
     func: Callable[..., PyTree], args: Args, kwargs: Kwargs, out: PyTree, plain_views: Sequence[Tensor]
 ) -> None:
-    """Store the source of the views that a call returned.
-
-    Args:
-        func, args, kwargs: the call.
-        out: its result.
-        plain_views: the plain tensors in the result that share an argument's memory.
-    """
+    """Store the source of the views that a call returned, some of which are plain and share an argument's memory."""
     # Torch takes views of arguments by position, or of those in a list.
     given = [x for x in args if type(x) is PaddedTensor] or tree_find(PaddedTensor, (args, kwargs))
     if not given or given[0]._dense.is_inference():
@@ -59,10 +52,6 @@ def _base_of(view: Tensor, given: Sequence[PaddedTensor]) -> PaddedTensor:
     return next((x for x in given if storage_id(x._dense) == storage), given[0])
 
 
-class _IsBase:
-    """The place of a view's base in the call that takes the view, where that doesn't keep the base alive."""
-
-
 def _source_of(
     base: PaddedTensor, func: Callable[..., PyTree], args: Args, kwargs: Kwargs, index: int, is_copy: bool
 ) -> ViewSource:
@@ -70,27 +59,12 @@ def _source_of(
     versions = _versions(base, is_copy)
     # A base that is itself a view may have no other holder, as in `x.flatten()[2:4].zero_()`.
     if is_copy and not base._view:
-        place = _IsBase()
+        place = weakref.ref(base)
         call = tree_map_only(PaddedTensor, lambda t: place if t is base else t, (args, kwargs))
-        return ViewSource(weakref.ref(base), _View(func, call, place, index), versions)
+        return ViewSource(place, func, call, place, index, versions)
     if list in map(type, (*args, *kwargs.values())):  # which the caller may write to
         args, kwargs = tree_map_only(PaddedTensor, lambda t: t, (args, kwargs))
-    return ViewSource(lambda: base, _View(func, (args, kwargs), base, index), versions)
-
-
-@dataclass(eq=False, slots=True)
-class _View:
-    """A result of a call, taken again of another tensor in place of its base."""
-
-    func: Callable[..., PyTree]
-    call: tuple[Args, Kwargs]
-    place: PaddedTensor | _IsBase
-    position: int
-
-    def __call__(self, x: PaddedTensor) -> Tensor:
-        args, kwargs = tree_map_only((PaddedTensor, _IsBase), lambda t: x if t is self.place else t, self.call)
-        result: Tensor = tree_find(Tensor, self.func(*args, **kwargs))[self.position]
-        return result
+    return ViewSource(lambda: base, func, (args, kwargs), base, index, versions)
 
 
 def refresh_view(x: PaddedTensor) -> PaddedTensor:

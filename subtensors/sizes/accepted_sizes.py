@@ -175,25 +175,21 @@ class ConsideredSizes:
     def _points(self) -> SizeGrid:
         return SizeGrid(dict(zip([dim.symbol for dim in self.dims], np.ix_(*self.axes), strict=True)))
 
-    def where(self, condition: sympy.Basic, is_certain: bool = False) -> np.ndarray:
-        """Return where a condition holds, as a mask over the grid.
-
-        Args:
-            condition: in the symbols of the dims.
-            is_certain: whether to leave out the points where that is doubtful.
+    def where(self, condition: sympy.Basic) -> np.ndarray:
+        """Return where a condition in the symbols of the dims holds, as a mask over the grid.
 
         Raises:
             NotEvaluated: the condition contains an unknown function.
         """
-        holds, doubtful = self._points.holds(condition)
-        return holds & ~doubtful if is_certain else holds
+        return self._points.holds(condition)[0]
 
     def where_all(self, conditions: Sequence[sympy.Basic]) -> np.ndarray:
         """Return where all of a path's conditions certainly hold; nowhere if one of them is beyond evaluation."""
         found = np.ones(self.shape, dtype=bool)
         try:
             for condition in conditions:
-                found &= self.where(condition, is_certain=True)
+                holds, doubtful = self._points.holds(condition)
+                found &= holds & ~doubtful
         except NotEvaluated as unknown:
             logger.info("the condition %s is not evaluated; its sizes are tried one by one", unknown)
             return np.zeros(self.shape, dtype=bool)

@@ -73,30 +73,20 @@ def sample_of(name: str, lengths: Iterable[int] | torch.Tensor) -> np.ndarray:
 def _ends_of_runs(sizes: np.ndarray, counts: np.ndarray, max_runs: int) -> list[int]:
     """Return the ends of the best cut's runs: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
     number = len(sizes)
-    counted = np.concatenate([[0], np.cumsum(counts)])
-    summed = np.concatenate([[0], np.cumsum(counts * sizes)])
-    # Without buckets only the empty sample is covered; 2**62 is an infinity that can be added to without overflow.
-    waste = np.full(number + 1, 1 << 62, dtype=np.int64)
-    waste[0] = 0
-    tables, starts = [waste], []
-    for _ in range(min(max_runs, number)):
-        following, start = waste.copy(), np.full(number + 1, -1)
-        for j in range(1, number + 1):
-            padding = sizes[j - 1] * (counted[j] - counted[:j]) - (summed[j] - summed[:j])
-            total = waste[:j] + padding
-            i = int(np.argmin(total))
-            if total[i] < following[j]:
-                following[j], start[j] = total[i], i
+    counted, summed = (np.concatenate([[0], np.cumsum(each)]) for each in (counts, counts * sizes))
+    # The waste of the first j sizes in one bucket, then in two: each one more wastes less, as all sizes differ.
+    waste = np.concatenate([[0], sizes * counted[1:] - summed[1:]])
+    starts = []
+    for k in range(1, min(max_runs, number)):
+        following, start = np.zeros_like(waste), np.zeros_like(waste)
+        for j in range(k + 1, number + 1):
+            padding = sizes[j - 1] * (counted[j] - counted[k:j]) - (summed[j] - summed[k:j])
+            total = waste[k:j] + padding
+            start[j] = k + np.argmin(total)
+            following[j] = total.min()
         waste = following
-        tables.append(waste)
         starts.append(start)
-    buckets = int(np.argmin([table[number] for table in tables]))
-    ends, j = [], number
-    while j:
-        # If one more bucket gained nothing, the cut is that of one bucket less.
-        while starts[buckets - 1][j] < 0:
-            buckets -= 1
-        ends.append(j - 1)
-        j = int(starts[buckets - 1][j])
-        buckets -= 1
+    ends = [number - 1]
+    for start in reversed(starts):
+        ends.append(int(start[ends[-1] + 1]) - 1)
     return ends[::-1]

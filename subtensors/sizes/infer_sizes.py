@@ -17,9 +17,9 @@ from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED
 from subtensors.sizes.dims import Dim
 
 if TYPE_CHECKING:
-    from subtensors.dispatch.sizes.shape_guards import ProgramPath
     from subtensors.dispatch.sizes.symbolic_sizes import ConcreteSizes
     from subtensors.sizes.accepted_sizes import AcceptedSizes, ConsideredSizes
+    from subtensors.sizes.real_calls import Class
 
 logger = logging.getLogger("subtensors.sizes")
 
@@ -87,7 +87,7 @@ def infer_sizes(
         ]
 
     real_calls = RealCalls(fn, arguments, grid)
-    paths: list[tuple[ProgramPath, np.ndarray, dict[str, int]]] = []
+    paths: list[Class] = []
     unknown = np.ones(grid.shape, dtype=bool)
     while unknown.any() and len(paths) < MAX_CLASSES:
         point = np.unravel_index(int(np.argmax(unknown)), unknown.shape)
@@ -95,11 +95,7 @@ def infer_sizes(
         where = grid.where_all(path.conditions) & unknown
         where[point] = True  # also where a condition is not evaluated, or doubtful
         unknown &= ~where
-        for by_real, mask, example in real_calls.decide(path, where):
-            where = where & ~mask
-            paths.append((by_real, mask, example))
-        if where.any():
-            paths.append((path, where, grid.at(np.argwhere(where)[0])))
+        paths += real_calls.decide(path, where)
     if unknown.any():
         logger.info("%d classes of sizes found, and more not searched for", MAX_CLASSES)
     is_cut = any(len(axis) <= int(axis[-1] - axis[0]) for axis in grid.axes)
@@ -108,24 +104,22 @@ def infer_sizes(
     return _summary(grid, paths, is_complete=real_calls.is_complete and not (is_cut or unknown.any()))
 
 
-def _summary(
-    grid: ConsideredSizes, paths: Sequence[tuple[ProgramPath, np.ndarray, dict[str, int]]], is_complete: bool
-) -> AcceptedSizes:
+def _summary(grid: ConsideredSizes, paths: Sequence[Class], is_complete: bool) -> AcceptedSizes:
     import sympy
 
     from subtensors.sizes.accepted_sizes import AcceptedSizes, SizeClass
 
     classes = []
-    for path, where, example in paths:
+    for path, where in paths:
         condition = grid.condition(path.conditions, where)
-        sizes = grid.size_set(condition, where)
+        sizes, example = grid.size_set(condition, where), grid.at(np.argwhere(where)[0])
         classes.append(SizeClass(condition, sizes, example, path.refusal, path.is_decided))
-    accepted = np.logical_or.reduce([w for path, w, _ in paths if path.refusal is None] + [np.zeros(grid.shape, bool)])
-    candidates = [c for path, _, _ in paths if path.refusal is None for c in path.conditions]
+    accepted = np.logical_or.reduce([w for path, w in paths if path.refusal is None] + [np.zeros(grid.shape, bool)])
+    candidates = [c for path, _ in paths if path.refusal is None for c in path.conditions]
     # The accepted sizes do not meet the conditions of the refused ones.
-    candidates += [sympy.Not(c) for path, _, _ in paths if path.refusal is not None for c in path.conditions]
+    candidates += [sympy.Not(c) for path, _ in paths if path.refusal is not None for c in path.conditions]
     condition = grid.condition(list(dict.fromkeys(candidates)), accepted)
-    is_complete = is_complete and all(path.is_decided for path, _, _ in paths)
+    is_complete = is_complete and all(path.is_decided for path, _ in paths)
     sizes = grid.size_set(condition, accepted)
     return AcceptedSizes(grid.dims, tuple(classes), condition, sizes, is_complete, grid.axes, accepted)
 

@@ -30,8 +30,8 @@ MAX_RUNS = 64
 FIRST_AND_LAST = 16
 """The number of a path's first sizes, and of its last ones, at which a call that raised is made."""
 
-Class = tuple[ProgramPath, np.ndarray, dict[str, int]]
-"""A path, the mask of its sizes, and the first of them."""
+Class = tuple[ProgramPath, np.ndarray]
+"""A path, and the mask of its sizes."""
 
 
 class RealCalls:
@@ -51,10 +51,10 @@ class RealCalls:
         """False once there were more calls or runs than are made."""
 
     def decide(self, path: ProgramPath, where: np.ndarray) -> list[Class]:
-        """Return the classes of a path's sizes at which real tensors have another outcome than stand-ins."""
+        """Return the classes of a path's sizes: those at which real tensors have another outcome, and the rest."""
         masks = [(call, where & self._is_tried(call, where)) for call in _distinct(path.calls)]
         tried = np.any([np.zeros_like(where), *(mask for _, mask in masks)], axis=0)
-        found: dict[ProgramPath, np.ndarray] = {}
+        found, rest = dict[ProgramPath, np.ndarray](), where.copy()
         for index in map(tuple, np.argwhere(tried)):
             if not self.is_complete:
                 break
@@ -64,7 +64,8 @@ class RealCalls:
                 continue
             by_real = self._path(path, difference, sizes)
             found.setdefault(by_real, np.zeros_like(where))[index] = True
-        return [(by_real, mask, self._grid.at(np.argwhere(mask)[0])) for by_real, mask in found.items()]
+            rest[index] = False
+        return [(each, mask) for each, mask in (*found.items(), (path, rest)) if mask.any()]
 
     def _is_tried(self, call: TorchCall, where: np.ndarray) -> np.ndarray:
         """Return the mask of sizes at which a call is made on real tensors."""

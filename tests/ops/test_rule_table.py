@@ -197,17 +197,12 @@ def test_a_rule_gets_the_arguments_that_it_names_by_name_or_synonym() -> None:
 
 def test_every_rule_of_the_types_names_arguments_of_its_ops() -> None:
     for table in (padded_table, chunked_table):
-        for rules in (table._rules, table._across):
-            for key, rule in rules.items():
-                overloads = [key] if isinstance(key, torch._ops.OpOverload) else []
-                if isinstance(key, torch._ops.OpOverloadPacket):
-                    overloads = [getattr(key, name) for name in key.overloads() if "out" not in name]
-                for op in overloads:
-                    # TorchScript has overloads of lists and strings.
-                    of_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
-                    if (
-                        of_tensors
-                        and functional_form(op) is op
-                        and table.key_of(op, across=rules is table._across) == key
-                    ):
-                        by_name(rule, op)
+        for (key, across), rule in table._rules.items():
+            overloads = [key] if isinstance(key, torch._ops.OpOverload) else []
+            if isinstance(key, torch._ops.OpOverloadPacket):
+                overloads = [getattr(key, name) for name in key.overloads() if "out" not in name]
+            for op in overloads:
+                # TorchScript has overloads of lists and strings.
+                of_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
+                if of_tensors and functional_form(op) is op and table.key_of(op, across) == key:
+                    by_name(rule, op)

@@ -189,3 +189,10 @@ def test_calls_that_depend_on_values_or_sizes_raise_in_compiled_code(program: Ca
     x = st.pad(torch.randn(2, 5), {1: SEQ})
     with pytest.raises(Exception, match=r"the length of its result|the number of parts"):
         torch.compile(program, fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize(("dtype", "end"), [(torch.float32, 2.0**25), (torch.float64, 2.0**60)])
+def test_a_histogram_of_large_bins_has_no_padding_in_the_last_one(dtype: torch.dtype, end: float) -> None:
+    x = torch.tensor([1.0, 2.0, end], dtype=dtype)
+    counted = torch.histc(st.pad(x, {0: SEQ}, value=end), bins=4, min=0, max=end)
+    assert torch.equal(counted, torch.histc(x, bins=4, min=0, max=end))

@@ -247,3 +247,14 @@ def test_an_index_of_other_rows_than_the_tensor_reads_the_rows_that_it_names() -
     assert torch.equal(h.gather(1, index), plain.reshape(-1, 3).gather(1, index))
     written = h.scatter(1, index, 0.0)
     assert torch.equal(written.unpad(), plain.reshape(-1, 3).scatter(1, index, 0.0))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2**63 - 1, -(2**63), True, False])
+def test_elements_that_equal_the_padding_of_a_flattened_dim_sort_before_it(value: float, descending: bool) -> None:
+    t = torch.tensor([[value, not value, value], [not value, value, not value]], dtype=torch.tensor(value).dtype)
+    x = st.pad(t, {1: st.Dim("n", max=8, buckets=[4])}, value=1)
+    found = x.flatten().sort(stable=True, descending=descending)
+    expected = t.flatten().sort(stable=True, descending=descending)
+    torch.testing.assert_close(found.values.unpad(), expected.values, equal_nan=True)
+    assert torch.equal(found.indices.unpad(), expected.indices)

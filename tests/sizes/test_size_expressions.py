@@ -113,6 +113,10 @@ def test_device_arithmetic_agrees_with_the_host_on_any_expression(
     assert size_on_device(expression, [N, M], sizes[:, 0]).item() == expected[0]
 
 
+def test_a_minimum_of_maxima_has_a_value_where_sympy_leaves_numbers_unevaluated() -> None:
+    assert_sizes(smallest(largest(1, N), largest(2, N)), lambda n: max(n, 1))
+
+
 def test_a_quotient_raises_unless_it_is_an_integer_for_every_size() -> None:
     assert divided(6 * N * M, 3 * M) == 2 * N
     assert divided(2 * N + 4, 2) == N + 2
