@@ -48,7 +48,7 @@ _workspace_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 """By device and stream; torch has 32 streams, which it hands out in turn."""
 
 
-class _Segment(TypedDict):
+class PoolSegment(TypedDict):
     """A segment of the allocator, as `torch.cuda.memory_snapshot` describes it."""
 
     address: int
@@ -224,26 +224,14 @@ def _set_allocator(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
-def pool_bytes(pool: PoolHandle) -> int:
-    """Return the bytes of device memory in the segments of a private pool. Checked on 2.11."""
-    return sum(end - begin for begin, end in pool_segments(pool))
-
-
-def pool_segments(pool: PoolHandle) -> list[tuple[int, int]]:
-    """Return the begin and end addresses of the segments of a private pool. Checked on 2.11."""
-    return [(s["address"], s["address"] + s["total_size"]) for s in _segments(pool)]
-
-
-def active_bytes(pool: PoolHandle) -> int:
-    """Return the bytes of a private pool that are allocated to tensors. Checked on 2.11."""
-    return sum(s["active_size"] for s in _segments(pool))
-
-
-def _segments(pool: PoolHandle) -> list[_Segment]:
+def segments(pool: PoolHandle | None) -> list[PoolSegment]:
+    """Return the segments of a private pool; none if there is no pool. Checked on 2.11."""
+    if pool is None:
+        return []
     # Asked for one pool, torch releases its handle's numbers once too often: a crash, once a process has 256 pools
     # (github.com/pytorch/pytorch/pull/196366, open in September 2026).
-    segments: list[_Segment] = torch.cuda.memory_snapshot(include_traces=False)
-    return [segment for segment in segments if segment["segment_pool_id"] == pool]
+    found: list[PoolSegment] = torch.cuda.memory_snapshot(include_traces=False)
+    return [segment for segment in found if segment["segment_pool_id"] == pool]
 
 
 def empty_cache() -> None:

@@ -157,7 +157,7 @@ class DynamicScalars:
     def __init__(self) -> None:
         self.source: object = None
         """Set by the caller before each call: identifies the call's numbers in `set`."""
-        self._launches: list[LaunchScalars] = []
+        self.launches: list[LaunchScalars] = []
         self._buffers: list[WordBuffer] = []
         self._unwaited: list[torch.cuda.Stream] = []
         """The streams that new buffers were allocated on."""
@@ -194,12 +194,18 @@ class DynamicScalars:
             self._buffers.append(buffer)
         launch.place(buffer, buffer.used)
         buffer.used += launch.size
-        self._launches.append(launch)
+        self.launches.append(launch)
         return buffer.on_device[launch.offset :]
 
     def set(self, source: object, numbers: Sequence[float], hosts: Sequence[float]) -> None:
-        """Set the numbers of one source's launches, from the next replay on."""
-        for launch in self._launches:
+        """Set the numbers of one source's launches, from the next replay on.
+
+        Args:
+            source: the value of `source` when they were captured.
+            numbers: the dynamic scalars of the source.
+            hosts: the values of its 0-d tensors on the CPU.
+        """
+        for launch in self.launches:
             if launch.source == source:
                 launch.set(numbers, hosts)
 
