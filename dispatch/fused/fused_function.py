@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.backend_selection import NOT_STRIDED, ExecutionKey, execution_key, group_elements
-from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.bound_call import FusedCall, keep_launch
 from subtensors.dispatch.fused.errors import name_of
 from subtensors.dispatch.fused.executors import (
     EagerExecutor,
@@ -129,9 +129,9 @@ class FusedFunction:
         """Run a call whose arguments are flattened already, after or with a launch that it depends on."""
         self.check_values()
         columns = call.columns(self.name)
-        launch = call.launches.last
-        if launch is not None and launch.repeat(call, self._variant.edition, columns, prelude):
-            return None
+        for launch in call.launches:
+            if launch.repeat(call, self._variant.edition, columns, prelude):
+                return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
         if executor is not None and not plan.overlap.check(columns, addresses):
@@ -140,7 +140,7 @@ class FusedFunction:
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
             log_once(plan.notes)
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
-                call.launches.store(call, self._variant.edition, columns, addresses, plan.guards, executor)
+                keep_launch(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
         if prelude is not None:
             prelude.launch()
@@ -172,7 +172,7 @@ class FusedFunction:
     def tune(self, *args: PyTree, **kwargs: PyTree) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, without running it.
 
-        Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning_cache`),
+        Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning`),
         and later calls use it. A tiling that was given to this object stays.
 
         Returns:
