@@ -169,7 +169,6 @@ class Arena(Constructors):
             self._refuse_captures()
             deferred_finalizers.run_deferred()
             self._contents.load()
-            self._contents.forget()
             self._release.restore()
             self._release = None
 
@@ -229,7 +228,7 @@ class Arena(Constructors):
             state, count = "released" if self.released else "resident", len(self._allocator.starts())
             reserved, chunk, mapped, used, host = map(
                 format_bytes,
-                (self.reserved, self._allocator.chunk, self.mapped, self.used, self._contents.host_bytes),
+                (self.reserved, self._allocator.chunk, self.mapped, self.used, self._contents.pages.size),
             )
         return "\n".join(
             [
