@@ -79,18 +79,13 @@ class _Planner:
             reads = value.reads() if isinstance(value, Instruction) else []
             before = max((self.rounds[r] for r in reads), default=0)
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
+            if isinstance(value, Instruction) and value.shape is Shape.PER_TENSOR and value.name in _COSTLY:
+                self.tensor_rounds.add(self.rounds[index])
         stored, returned = self.program.stores, self.program.outputs
         self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
         per_tensor = [v for p, v in stored.items() if self.program.parameters[p].shape is Shape.PER_TENSOR]
         per_tensor += [v for v in returned if self.program.value(v).shape is Shape.PER_TENSOR]
         self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
-        self.tensor_rounds.update(self.rounds[v] for v in self._costly())
-
-    def _costly(self) -> Iterable[int]:
-        first = len(self.program.parameters)
-        for index, step in enumerate(self.program.instructions, first):
-            if step.shape is Shape.PER_TENSOR and step.name in _COSTLY:
-                yield index
 
     def plan(self) -> list[Segment]:
         while True:
