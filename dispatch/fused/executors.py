@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import Addresses, BroadcastColumn, ColumnGuard, Columns, WrittenOverlap
-from subtensors.dispatch.fused.trace import Returned, Trace
+from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
@@ -79,7 +79,7 @@ class Executor:
         raise NotRecordable(self.describe())
 
     def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None, /
     ) -> Leaves:
         """Apply the function to every element, on the current device."""
         raise NotImplementedError
@@ -99,9 +99,7 @@ class EagerExecutor(Executor):
     def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
+    def _execute(self, columns: Columns, numbers: Sequence[float], *_: object) -> Leaves:
         """Call the function once an element."""
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.result_spec = optree.tree_structure(results[0], none_is_leaf=True)
@@ -114,13 +112,10 @@ class EagerExecutor(Executor):
 
 def result_leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
     """The results of a traced function: for each leaf, the tensors of an output, or of the argument it returns."""
-
-    def column(leaf: Returned | None) -> list[PyTree] | None:
-        if leaf is None:
-            return None
-        return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
-
-    return list(map(column, trace.results))
+    return [
+        None if leaf is None else list((columns if leaf.is_parameter else outputs)[leaf.index])
+        for leaf in trace.results
+    ]
 
 
 @dataclass

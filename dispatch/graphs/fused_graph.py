@@ -206,16 +206,7 @@ class Recording:
     def launch(
         self, executor: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]
     ) -> list[Tensor]:
-        """Record a launch instead of making it.
-
-        Args:
-            executor: of the launch.
-            columns: its tensors.
-            numbers: its dynamic scalars.
-
-        Returns:
-            The arenas of the program's outputs; their values are undefined before a replay.
-        """
+        """Record a launch instead of making it; return the arenas of its outputs, which a replay fills."""
         if self._pending is None:
             # Zeros: what torch ops compute from them in this pass is discarded, but must not fail.
             arenas = [arena.zero_() for arena in executor.new_arenas()]

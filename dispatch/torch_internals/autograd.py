@@ -203,11 +203,8 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
 def convert_from_local(kind: type[torch.Tensor], convert: Callable[..., torch.Tensor]) -> None:
     """Make `DTensor.from_local`, which plans of `parallelize_module` call, leave a type of tensors to a function.
 
-    A DTensor around such a tensor would call ops on it beneath autograd. Checked on 2.13.
-
-    Args:
-        kind: the type.
-        convert: called with torch's own `from_local`, and then with its arguments.
+    A DTensor around such a tensor would call ops on it beneath autograd. The function is called with torch's own
+    `from_local`, and then with its arguments. Checked on 2.13.
     """
     from torch.distributed.tensor import DTensor
 

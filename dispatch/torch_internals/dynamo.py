@@ -174,11 +174,7 @@ def trace_as_list(
 def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
     """Make Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
-    Dynamo would trace the assignment as a call that no subclass can intercept.
-
-    Args:
-        kind: the type.
-        reason: the message of the error where no break is allowed.
+    Dynamo would trace the assignment as a call that no subclass can intercept. The reason is as for `break_graph`.
     """
     from torch._dynamo.variables import builtin
 
@@ -249,11 +245,7 @@ def call_eagerly(function: Callable[..., object], reason: str) -> None:
     """Make Dynamo break the graph at a call of this function, and compile nothing that it calls.
 
     `torch.compiler.disable` does the same with a wrapper, which costs each call some microseconds, and loads the
-    compiler. Checked on 2.11, 2.13.
-
-    Args:
-        function: written in Python.
-        reason: the message of the error where no break is allowed.
+    compiler. The function is written in Python; the reason is as for `break_graph`. Checked on 2.11, 2.13.
     """
     compile_only_inlined(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

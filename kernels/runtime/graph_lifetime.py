@@ -52,11 +52,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def keep_with_graph(memory: object) -> None:
-    """Keep an object alive until the graph that the current stream is captured into has died.
-
-    Args:
-        memory: tensors, or an object that refers to them.
-    """
+    """Keep tensors, or an object that refers to them, until the graph that the stream is captured into has died."""
     with _changing:
         dead = [semaphore for semaphore, _ in _kept if _is_posted(semaphore)]
         if dead:
