@@ -186,18 +186,6 @@ def _reset(graphs: list[torch.cuda.CUDAGraph], last: list[torch.cuda.Stream]) ->
 
 
 @contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """A context without autocast's cache of cast weights: the autocast context frees it at its end, under a graph."""
-    enabled: bool = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-@contextmanager
 def capture_modes(requires_grad: bool = False) -> Iterator[None]:
     """A context for captures and runs of the program: no inference mode or autocast cache, backward on this thread.
 
@@ -206,12 +194,18 @@ def capture_modes(requires_grad: bool = False) -> Iterator[None]:
     Args:
         requires_grad: whether autograd tracks the program.
     """
-    # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
-    # thread: the capture is its own, and another thread's backward may wait for the lock.
-    with (
-        torch.inference_mode(False),
-        torch.autograd.set_multithreading_enabled(False),
-        torch.set_grad_enabled(requires_grad),
-        without_autocast_cache(),
-    ):
-        yield
+    # An autocast context frees its cache of cast weights at its end, under a graph.
+    has_cache: bool = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on
+        # this thread: the capture is its own, and another thread's backward may wait for the lock.
+        with (
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(requires_grad),
+        ):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(has_cache)

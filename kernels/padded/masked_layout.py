@@ -71,11 +71,6 @@ class MaskedLayout:
     row_shape: tuple[int, ...]
 
     @functools.cached_property
-    def row_count(self) -> int:
-        """The number of rows."""
-        return math.prod(self.rows)
-
-    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The sizes and strides in the order in which every kernel takes them."""
         return (*self.rows, *self.columns, *self.row_strides, *self.column_strides)

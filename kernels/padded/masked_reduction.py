@@ -218,7 +218,7 @@ def masked_reduction_forward(
 
     with launching_on(x.device):
         if parts > 1:
-            states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
+            states = [x.new_empty((parts, out.numel()), dtype=t.dtype) for t in (aux, aux, counts)]
             kernels.reduction_kernel[grid](
                 x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers
             )
