@@ -34,6 +34,8 @@ class Executor:
 
     reason: str = ""
     """The reason not to run in a faster way; empty when there is none."""
+    note: str = ""
+    """A line to log once it has run: an error of the user's comes without it."""
     result_spec: optree.PyTreeSpec
     """The structure of the function's result, known once the function has been traced or run."""
     trace: Trace | None = None
@@ -67,8 +69,17 @@ class Executor:
         if prelude is not None and not self.takes_prelude:
             prelude.launch()
         if (recording := current_recording()) is not None:
-            return self._record(recording, columns, numbers)
-        return self._execute(columns, numbers, addresses, prelude)
+            leaves = self._record(recording, columns, numbers)
+        else:
+            leaves = self._execute(columns, numbers, addresses, prelude)
+        self.log_note()
+        return leaves
+
+    def log_note(self) -> None:
+        """Log the note, and drop it."""
+        if self.note:
+            logger.info("%s", self.note)
+            self.note = ""
 
     def is_on_current_device(self) -> bool:
         """Return whether the executor can run without a change of device."""
@@ -129,10 +140,6 @@ class ExecutionPlan:
     """The executor that runs instead, element by element, where memory that is written overlaps other memory."""
     strided: list[int]
     """The indices of the elements that are plain strided tensors, whose memory is known."""
-    notes: list[str]
-    """The lines to log once the groups have run: an error of the user's comes without it."""
-    fallback_notes: list[str]
-    """Those to log once the fallback has run."""
     is_compiled: bool = False
     """True once its kernels were compiled."""
 
@@ -178,13 +185,6 @@ class ExecutionPlan:
                 for index, value in zip(indices, leaf or [None] * len(indices), strict=True):
                     all_values[index] = value
         return [*merged]
-
-
-def log_once(notes: list[str]) -> None:
-    """Log notes of a plan, and drop them."""
-    for note in notes:
-        logger.info("%s", note)
-    notes.clear()
 
 
 def select_rows(columns: Columns, indices: list[int]) -> Columns:

@@ -272,11 +272,9 @@ def compile_methods_only_inlined(kind: type) -> None:
     Where a graph breaks, tensors of the class are real ones, not the fake tensors of compiled code.
     """
     for member in vars(kind).values():
-        for function in (getattr(member, name, None) for name in ("fget", "fset", "__func__")):
+        for function in (member, *(getattr(member, name, None) for name in ("fget", "fset", "__func__"))):
             if isinstance(function, FunctionType):
                 compile_only_inlined(function)
-        if isinstance(member, FunctionType):
-            compile_only_inlined(member)
 
 
 def _has_symbolic_type(value: object) -> bool:

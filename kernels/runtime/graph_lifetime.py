@@ -71,11 +71,6 @@ def drop_unused() -> None:
     del unused  # whose finalizers may come back here
 
 
-def kept_count() -> int:
-    """Return the number of objects that are kept for graphs, as of the last check."""
-    return len(_kept)
-
-
 def _new_semaphore() -> int:
     """Return a semaphore that is posted when the graph now captured has died; never, where CUDA has no user objects."""
     c_library = _c_library()
