@@ -108,7 +108,7 @@ def program_line(frame: FrameType | None) -> str:
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("subtensors.bucketed."):
             return ""
-        if is_programs(frame):
+        if _is_programs(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -119,13 +119,12 @@ def error_line(error: BaseException) -> str:
     lines = [
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_programs(frame)
+        if _is_programs(frame)
     ]
     return lines[-1] if lines else ""
 
 
-def is_programs(frame: FrameType) -> bool:
-    """Return whether a frame runs code that is neither torch's nor this library's."""
+def _is_programs(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "subtensors")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from subtensors.bucketed.runner import Bucketed
-from subtensors.dispatch.graphs.host_reads import is_programs
+from subtensors.dispatch.fused.errors import is_library
 from subtensors.optim import Optimizer
 from subtensors.static.arena import Arena
 
@@ -105,7 +105,6 @@ def _fill(text: str, indent: str) -> str:
 def _line_of_program() -> str:
     """Return the file and line of the innermost frame that is neither the library's nor torch's."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        path = frame.f_code.co_filename
-        if is_programs(frame) and not path.startswith(("<", str(Path(logging.__file__).parent))):
-            return f"{Path(path).name}:{line}"
+        if not is_library(frame.f_globals.get("__name__")):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
     return "in torch"
