@@ -170,7 +170,7 @@ def _as_one(column: Sequence[Tensor], indices: list[int]) -> Tensor | None:
 def _flat(column: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
     """1-D views of some tensors of a column, which are contiguous."""
     if isinstance(column, TensorColumn) and is_fixed(column):
-        views = column.flat_views()
+        views = column.flat_views
         return views if len(views) == len(indices) else [views[i] for i in indices]
     return [t if t.ndim == 1 else t.view(-1) for t in map(column.__getitem__, indices)]
 

@@ -273,11 +273,6 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     generator_of(device).set_state(state)
 
 
-def seed_rng(device: torch.device, seed: int) -> None:
-    """Seed the random generator of this device alone; `torch.manual_seed` seeds those of all devices."""
-    generator_of(device).manual_seed(seed)
-
-
 def generator_of(device: torch.device) -> torch.Generator:
     """Return the random generator of a device."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
