@@ -105,6 +105,7 @@ def _fill(text: str, indent: str) -> str:
 def _line_of_program() -> str:
     """Return the file and line of the innermost frame that is neither the library's nor torch's."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not is_library(frame.f_globals.get("__name__")):
-            return f"{Path(frame.f_code.co_filename).name}:{line}"
+        path = frame.f_code.co_filename
+        if not path.startswith("<") and not is_library(frame.f_globals.get("__name__")):
+            return f"{Path(path).name}:{line}"
     return "in torch"
