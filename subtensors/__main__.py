@@ -12,13 +12,10 @@ from pathlib import Path
 import subtensors
 
 _PROGRAMS = {
-    "demo": ("docs/examples", "demo", "train a small GPT with plain PyTorch and with subtensors, side by side"),
-    "bench": ("tests", "benchmarks", "measure beside the peers, on a GPU"),
+    "demo": ("docs/examples", "demo", "plot", "train a small GPT with plain PyTorch and with subtensors, side by side"),
+    "bench": ("tests", "benchmarks", "bench", "measure beside the peers, on a GPU"),
 }
-"""For each command the folder of its program, the program, and its summary."""
-
-_EXTRAS = {"demo": "plot", "bench": "bench"}
-"""The extra that installs what each program draws with."""
+"""For each command the folder of its program, the program, the extra that installs what it draws with, its summary."""
 
 _DOCTOR = "show versions, GPU and which path runs, self-test each type, and say what to do about what is missing"
 _EXPLAIN = "run a script, then say what fell back in it, where and why"
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("script", help="a Python file")
     # argparse would ask for them, too, where the script is missing.
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
-    for name, (_, _, summary) in _PROGRAMS.items():
+    for name, (*_, summary) in _PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command is None:
@@ -81,7 +78,7 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
     Returns:
         The exit status; 2 if the package was installed without the repository, or without what the program draws with.
     """
-    folder, program, _ = _PROGRAMS[command]
+    folder, program, extra, _ = _PROGRAMS[command]
     root = Path(__file__).resolve().parents[1]
     if not (root / folder / program).is_dir():
         print(
@@ -93,7 +90,7 @@ def run_program(command: str, arguments: Sequence[str]) -> int:
     if lacking := [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]:
         print(
             f"`subtensors {command}` draws with {' and '.join(lacking)}: "
-            f'in the clone run pip install ".[{_EXTRAS[command]}]", or `make {command}`',
+            f'in the clone run pip install ".[{extra}]", or `make {command}`',
             file=sys.stderr,
         )
         return 2

@@ -63,16 +63,12 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
     """
     if isinstance(subject, Fused) and (args or kwargs):
         return subject.explain(*args, **kwargs)
-    if isinstance(subject, (Optimizer, Bucketed)):
+    if isinstance(subject, (Optimizer, Bucketed, Arena, ChunkedTensor)):
         return subject.explain()
     if isinstance(subject, TensorList):
         return repr(subject)
-    if isinstance(subject, Arena):
-        return subject.explain()
     if isinstance(subject, StaticAddressTensor):
         return explain_static(subject)
-    if isinstance(subject, ChunkedTensor):
-        return subject.explain()
     if isinstance(subject, PaddedTensor):
         return explain_padding(subject)
     if isinstance(subject, Tensor):
@@ -96,7 +92,7 @@ def explain(subject: Explained, *args: PyTree, **kwargs: PyTree) -> str:
         title = repr(subject) if isinstance(subject, Fused) else f"{name} of plain tensors is plain torch"
         return f"{title}; st.explain({name}, *arguments) says what a call runs, without running it"
     try:
-        padded = has_padding(args, kwargs)
+        padded = tree_find(PaddedTensor, (args, kwargs))
     except RecursionError:
         raise ValueError("explain takes the arguments of a call; one is a container that holds itself") from None
     return explain_padded_call(subject, args, kwargs) if padded else explain_call(subject, *args, **kwargs)
@@ -113,13 +109,7 @@ def _shortened(numbers: Sequence[int]) -> str:
 
 
 def explain_loss(loss: Tensor) -> str:
-    """Describe the passes over chunks that computed a plain tensor.
-
-    Args:
-        loss: a tensor with a graph.
-
-    Returns:
-        for each pass: chunks, bytes, inputs, ops.
+    """Describe the passes over chunks that computed a plain tensor: of each its chunks, bytes, inputs and ops.
 
     Example:
         >>> import torch, subtensors as st
@@ -145,9 +135,6 @@ def explain_loss(loss: Tensor) -> str:
 def explain_padding(x: PaddedTensor) -> str:
     """Describe each padded dim in a line, and the known contents of the padding in another.
 
-    Args:
-        x: the tensor.
-
     Example:
         >>> import torch, subtensors as st
         >>> x = st.pad(torch.ones(2, 3), {1: st.Dim("n", max=8, buckets=4)})
@@ -163,20 +150,8 @@ def explain_padding(x: PaddedTensor) -> str:
     return "\n".join(lines)
 
 
-def has_padding(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a PaddedTensor is among the arguments of a call."""
-    return bool(tree_find(PaddedTensor, (args, kwargs)))
-
-
 def explain_padded_call(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> str:
-    """Describe the rules that a call of a torch function takes, found by running it on shapes alone.
-
-    Args:
-        func: the function.
-        args, kwargs: its arguments.
-
-    Returns:
-        A line for each op that torch makes of it.
+    """Describe the rules that a call of a torch function takes, a line an op, found by running it on shapes alone.
 
     Example:
         >>> import torch, subtensors as st

@@ -72,39 +72,35 @@ def execution_key(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
     devices = {t.device for t, host in zip(row, on_host, strict=True) if not host} or {torch.device("cpu")}
     if len(devices) > 1:
         return ExecutionKey(reason="an element's tensors are on several devices")
-    is_scales = [isinstance(c, BlockScales) for c in columns]
-    sized = [t for t, scales in zip(row, is_scales, strict=True) if t.dim() > 0 and not scales]
+    shapes = [_granularity(t, c) for t, c in zip(row, columns, strict=True)]
+    sized = [t for t, shape in zip(row, shapes, strict=True) if shape is Shape.PER_ELEMENT]
     if any(t.shape != sized[0].shape for t in sized):
         return ExecutionKey(reason="an element's tensors have several shapes")
-    expanded = _expansions(row, is_scales)
+    expanded = [_expanded_dim(t) if shape is Shape.PER_ELEMENT else "" for t, shape in zip(row, shapes, strict=True)]
+    dense = [t for t, shape, e in zip(row, shapes, expanded, strict=True) if shape is Shape.PER_ELEMENT and not e]
+    if not dense or not all(map(Tensor.is_contiguous, dense)):
+        expanded, dense = [""] * len(row), sized
     device = devices.pop()
     triton = device.type == "cuda" or (device.type == "cpu" and interprets_kernels())
     parameters = tuple(
-        Parameter(
-            f"x{i}",
-            t.dtype,
-            Shape.PER_BLOCK if scales else Shape.PER_ELEMENT if t.dim() else Shape.PER_TENSOR,
-            expanded[i],
-            on_host=host and device.type != "cpu",
-        )
-        for i, (t, host, scales) in enumerate(zip(row, on_host, is_scales, strict=True))
+        Parameter(f"x{i}", t.dtype, shapes[i], expanded[i], on_host=on_host[i] and device.type != "cpu")
+        for i, t in enumerate(row)
     )
     triton = triton and all(p.dtype in DTYPES for p in parameters)
-    sized = [t for t, scales, e in zip(row, is_scales, expanded, strict=True) if t.dim() > 0 and not scales and not e]
-    alike = all(t.stride() == sized[0].stride() for t in sized) and (not sized or memory.is_dense(sized[0]))
+    alike = all(t.stride() == dense[0].stride() for t in dense) and (not dense or memory.is_dense(dense[0]))
     return ExecutionKey("", str(device), parameters, triton, copies=triton and not alike)
 
 
-def _expansions(row: Sequence[Tensor], is_scales: Sequence[bool]) -> list[str]:
-    """The expansion of each tensor: "row", "column" or none; none for all unless the other tensors are contiguous."""
-    kinds = ["" if scales or t.dim() < 2 else _expanded_dim(t) for t, scales in zip(row, is_scales, strict=True)]
-    dense = [t for t, kind, scales in zip(row, kinds, is_scales, strict=True) if t.dim() and not kind and not scales]
-    return kinds if dense and all(t.is_contiguous() for t in dense) else [""] * len(row)
+def _granularity(t: Tensor, column: Sequence[Tensor]) -> Shape:
+    """The granularity of a tensor's numbers."""
+    if isinstance(column, BlockScales):
+        return Shape.PER_BLOCK
+    return Shape.PER_ELEMENT if t.dim() else Shape.PER_TENSOR
 
 
 def _expanded_dim(t: Tensor) -> str:
     """The dim, "row" or "column", over which a tensor expands one value of contiguous matrices; "" for neither."""
     for kind, dim in (("row", -1), ("column", -2)):
-        if t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
+        if t.dim() > 1 and t.shape[dim] > 1 and t.stride(dim) == 0 and t.select(dim, 0).is_contiguous():
             return kind
     return ""

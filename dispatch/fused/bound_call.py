@@ -42,9 +42,8 @@ cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Set to run kernels on CPU tensors too, in Triton's interpreter, to test them without a GPU."""
 
 
-def interprets_kernels() -> bool:
-    """Return whether kernels run on CPU tensors."""
-    return cpu_kernels.get()
+interprets_kernels = cpu_kernels.get
+"""Return whether kernels run on CPU tensors."""
 
 
 class CallSignature:
@@ -103,8 +102,8 @@ class FusedCall:
         if signature is None:
             signature = _signatures[spec, types] = CallSignature(spec, types)
         self.leaves, self.signature = leaves, signature
-        self.launches = LaunchCache()
-        """Shared with the calls that `with_list` makes from this one."""
+        self.launches: list[CachedLaunch] = []
+        """The last call's launch, if it may be repeated; shared with the calls that `with_list` makes from this one."""
         self.count: int | None = None if signature.first_list is None else len(leaves[signature.first_list])
         """The number of elements of the lists; None when there is no list."""
         self.statics: tuple[object, ...] = (signature, *[leaves[i] for i in signature.statics])
@@ -156,7 +155,7 @@ class FusedCall:
     def without_values(self) -> FusedCall:
         """The same call with None in place of tensors and numbers, so that a plan may keep it."""
         bare = copy.copy(self)
-        bare.launches, bare.leaves = LaunchCache(), list(self.leaves)
+        bare.launches, bare.leaves = [], list(self.leaves)
         for position in (*self.signature.tensors, *self.signature.numbers):
             bare.leaves[position] = None
         return bare
@@ -211,33 +210,24 @@ class CachedLaunch:
         return True
 
 
-class LaunchCache:
-    """The launch that the last call of one signature ended in, if the next call may repeat it."""
-
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: CachedLaunch | None = None
-
-    def store(
-        self,
-        call: FusedCall,
-        edition: object,
-        columns: Columns,
-        addresses: Addresses,
-        guards: Sequence[ColumnGuard],
-        executor: TritonExecutor,
-    ) -> None:
-        """Keep the launch of a call that this executor alone has run."""
-        self.last = None
-        table = executor.repeatable_table(columns, addresses)
-        if table is None or current_recording() is not None:
-            return
-        compared = []
-        for position, column, guard in zip(call.signature.tensors, columns, guards, strict=True):
-            if not is_fixed(column):
-                snapshot = guard.known_addresses(column)
-                if snapshot is None:
-                    return
-                compared.append((position, snapshot))
-        self.last = CachedLaunch(call.key, edition, compared, executor, table)
+def keep_launch(
+    call: FusedCall,
+    edition: object,
+    columns: Columns,
+    addresses: Addresses,
+    guards: Sequence[ColumnGuard],
+    executor: TritonExecutor,
+) -> None:
+    """Keep the launch of a call that this executor alone has run, if the next call may repeat it."""
+    call.launches.clear()
+    table = executor.repeatable_table(columns, addresses)
+    if table is None or current_recording() is not None:
+        return
+    compared = []
+    for position, column, guard in zip(call.signature.tensors, columns, guards, strict=True):
+        if not is_fixed(column):
+            snapshot = guard.known_addresses(column)
+            if snapshot is None:
+                return
+            compared.append((position, snapshot))
+    call.launches.append(CachedLaunch(call.key, edition, compared, executor, table))

@@ -6,20 +6,19 @@ import dis
 import functools
 import linecache
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
 
-import torch
 from torch._ops import OpOverload
 
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 
-_INTERNAL = [Path(__file__).parent, Path(torch.__file__).parent, Path(traceback.__file__).parent]
-
+_PACKAGES = frozenset({"builtins", "torch", "numpy", "triton", "sympy", "optree", "subtensors"})
 
 _OF_MATRICES = "; an optimizer's math of whole matrices is that of st.optim.MatrixOptimizer"
 
@@ -36,18 +35,25 @@ ADVICE = {
 
 
 @functools.cache
-def _is_users(filename: str) -> bool:
-    """Return whether a source file is the user's: not torch's, Python's or the tracer's."""
-    path = Path(filename).resolve()
-    in_packages = "site-packages" in path.parts
-    internal = any(path.is_relative_to(folder.resolve()) for folder in _INTERNAL[: 2 if in_packages else 3])
-    return not internal and not filename.startswith("<frozen")
+def is_library(module: str | None) -> bool:
+    """Return whether a module belongs to Python, torch or another library that holds no values of the user's."""
+    name = str(module).partition(".")[0]
+    if name in _PACKAGES:
+        return True
+    if name not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)  # a user's own file may have the name of one of Python's
+    return file is None or Path(file).resolve().is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
 def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line of the user's own source, as `file:line: text`."""
-    own = [f for f in traceback.StackSummary.extract(iter(frames)) if _is_users(f.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "unknown line"
+    own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals.get("__name__"))]
+    if not own:
+        return "unknown line"
+    frame, line = own[-1]
+    path = frame.f_code.co_filename
+    return f"{path}:{line}: {linecache.getline(path, line, frame.f_globals).strip()}"
 
 
 def name_and_line(name: str, codes: Sequence[CodeType]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.tensor_columns import Addresses, BroadcastColumn, ColumnGuard, Columns, WrittenOverlap
-from subtensors.dispatch.fused.trace import Returned, Trace
+from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
@@ -34,6 +34,8 @@ class Executor:
 
     reason: str = ""
     """The reason not to run in a faster way; empty when there is none."""
+    note: str = ""
+    """A line to log once it has run: an error of the user's comes without it."""
     result_spec: optree.PyTreeSpec
     """The structure of the function's result, known once the function has been traced or run."""
     trace: Trace | None = None
@@ -67,8 +69,17 @@ class Executor:
         if prelude is not None and not self.takes_prelude:
             prelude.launch()
         if (recording := current_recording()) is not None:
-            return self._record(recording, columns, numbers)
-        return self._execute(columns, numbers, addresses, prelude)
+            leaves = self._record(recording, columns, numbers)
+        else:
+            leaves = self._execute(columns, numbers, addresses, prelude)
+        self.log_note()
+        return leaves
+
+    def log_note(self) -> None:
+        """Log the note, and drop it."""
+        if self.note:
+            logger.info("%s", self.note)
+            self.note = ""
 
     def is_on_current_device(self) -> bool:
         """Return whether the executor can run without a change of device."""
@@ -79,7 +90,7 @@ class Executor:
         raise NotRecordable(self.describe())
 
     def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
+        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None, /
     ) -> Leaves:
         """Apply the function to every element, on the current device."""
         raise NotImplementedError
@@ -99,9 +110,7 @@ class EagerExecutor(Executor):
     def __init__(self, call: Callable[[Sequence[Tensor], Sequence[float]], PyTree], reason: str) -> None:
         self.call, self.reason = call, reason
 
-    def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
+    def _execute(self, columns: Columns, numbers: Sequence[float], *_: object) -> Leaves:
         """Call the function once an element."""
         results = [self.call(list(row), numbers) for row in zip(*columns, strict=True)]
         self.result_spec = optree.tree_structure(results[0], none_is_leaf=True)
@@ -114,13 +123,10 @@ class EagerExecutor(Executor):
 
 def result_leaves(trace: Trace, columns: Columns, outputs: Sequence[Sequence[Tensor]]) -> Leaves:
     """The results of a traced function: for each leaf, the tensors of an output, or of the argument it returns."""
-
-    def column(leaf: Returned | None) -> list[PyTree] | None:
-        if leaf is None:
-            return None
-        return list(columns[leaf.index] if leaf.is_parameter else outputs[leaf.index])
-
-    return list(map(column, trace.results))
+    return [
+        None if leaf is None else list((columns if leaf.is_parameter else outputs)[leaf.index])
+        for leaf in trace.results
+    ]
 
 
 @dataclass
@@ -134,10 +140,6 @@ class ExecutionPlan:
     """The executor that runs instead, element by element, where memory that is written overlaps other memory."""
     strided: list[int]
     """The indices of the elements that are plain strided tensors, whose memory is known."""
-    notes: list[str]
-    """The lines to log once the groups have run: an error of the user's comes without it."""
-    fallback_notes: list[str]
-    """Those to log once the fallback has run."""
     is_compiled: bool = False
     """True once its kernels were compiled."""
 
@@ -183,13 +185,6 @@ class ExecutionPlan:
                 for index, value in zip(indices, leaf or [None] * len(indices), strict=True):
                     all_values[index] = value
         return [*merged]
-
-
-def log_once(notes: list[str]) -> None:
-    """Log notes of a plan, and drop them."""
-    for note in notes:
-        logger.info("%s", note)
-    notes.clear()
 
 
 def select_rows(columns: Columns, indices: list[int]) -> Columns:

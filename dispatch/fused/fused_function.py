@@ -29,14 +29,13 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.backend_selection import NOT_STRIDED, ExecutionKey, execution_key, group_elements
-from subtensors.dispatch.fused.bound_call import FusedCall
+from subtensors.dispatch.fused.bound_call import FusedCall, keep_launch
 from subtensors.dispatch.fused.errors import name_of
 from subtensors.dispatch.fused.executors import (
     EagerExecutor,
     ExecutionPlan,
     Executor,
     Leaves,
-    log_once,
     select_rows,
 )
 from subtensors.dispatch.fused.read_values import ReadValues
@@ -129,18 +128,17 @@ class FusedFunction:
         """Run a call whose arguments are flattened already, after or with a launch that it depends on."""
         self.check_values()
         columns = call.columns(self.name)
-        launch = call.launches.last
-        if launch is not None and launch.repeat(call, self._variant.edition, columns, prelude):
-            return None
+        for launch in call.launches:
+            if launch.repeat(call, self._variant.edition, columns, prelude):
+                return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
         if executor is not None and not plan.overlap.check(columns, addresses):
             if prelude is None:
                 plan.compile()
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
-            log_once(plan.notes)
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
-                call.launches.store(call, self._variant.edition, columns, addresses, plan.guards, executor)
+                keep_launch(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
         if prelude is not None:
             prelude.launch()
@@ -148,11 +146,9 @@ class FusedFunction:
             return None
         if plan.overlaps(columns):
             leaves = plan.fallback.run(columns, call.numbers())
-            log_once(plan.fallback_notes)
             return _result(plan.fallback.result_spec, leaves, call)
         plan.compile()
         leaves = plan.run_groups(columns, call.numbers())
-        log_once(plan.notes)
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:
@@ -161,7 +157,8 @@ class FusedFunction:
         call = FusedCall(args, kwargs)
         columns = call.columns(self.name)
         plan, _ = self._plan(call, columns)
-        log_once(plan.notes)
+        for _, executor in plan.groups:
+            executor.log_note()
         lines = [f"{self.name}: {len(columns[0])} elements, traced {self.traces} times"]
         if plan.overlaps(columns):
             return "\n".join([*lines, f"  {plan.fallback.describe()}"])
@@ -172,7 +169,7 @@ class FusedFunction:
     def tune(self, *args: PyTree, **kwargs: PyTree) -> dict[str, Tiling]:
         """Choose tile sizes for a call with these arguments by measurement, without running it.
 
-        Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning_cache`),
+        Measurements run on scratch tensors of their own. The choice is kept on disk (`kernels.fused.tuning`),
         and later calls use it. A tiling that was given to this object stays.
 
         Returns:
@@ -324,18 +321,17 @@ class FusedFunction:
                 merged.setdefault(replace(key, copies=copies), []).extend(indices)
             elements = {key: sorted(indices) for key, indices in merged.items()}
         groups: list[tuple[list[int], Executor]] = []
-        notes: list[str] = []
         for key, indices in elements.items():
             part = columns if len(indices) == count else select_rows(columns, indices)
             executor = self._make_executor(call, key, part)
             groups.append((indices, executor))
             if executor.reason:
-                notes.append(f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}")
+                executor.note = f"{self.name}: {len(indices)} of {count} elements run as {executor.describe()}"
         what = "groups of elements overlap" if len(groups) > 1 else "tensors that are written overlap others"
         fallback = EagerExecutor(self._function_of(call), f"{what} in memory")
         strided = sorted(i for key, indices in elements.items() if key.reason != NOT_STRIDED for i in indices)
-        fallback_notes = [f"{self.name}: runs as {fallback.describe()}"]
-        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, strided, notes, fallback_notes)
+        fallback.note = f"{self.name}: runs as {fallback.describe()}"
+        return ExecutionPlan([ColumnGuard(c) for c in columns], groups, fallback, strided)
 
     def _make_executor(self, call: FusedCall, key: ExecutionKey, columns: Columns) -> Executor:
         if self.exchange is not None and (key.reason or not key.triton):

@@ -18,7 +18,6 @@ import dis
 import functools
 import os
 import sys
-import sysconfig
 import types
 import weakref
 from collections import deque
@@ -35,7 +34,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from subtensors.dispatch.fused.errors import name_and_line
+from subtensors.dispatch.fused.errors import is_library, name_and_line
 from subtensors.dispatch.ops.errors import RuleError
 
 Read = Callable[[], Sequence[object]]
@@ -50,7 +49,6 @@ _BY_NAME = frozenset({"globals", "locals", "eval", "exec", "__import__", "getatt
 _TOO_MANY = ", whose contents ({}) are too many to compare at each call"
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, functools.cached_property)
-_PACKAGES = frozenset({"builtins", "torch", "numpy", "triton", "sympy", "optree", "subtensors"})
 _NOT_MATH = frozenset(
     "__init__ __new__ __repr__ __str__ __eq__ __hash__ __init_subclass__ __post_init__ __reduce__ __reduce_ex__ "
     "__getstate__ __setstate__ __setattr__ __delattr__ __setitem__ __del__ __copy__ __deepcopy__ __replace__".split()
@@ -386,15 +384,3 @@ def _names_its_attribute(code: types.CodeType, getter: dis.Instruction) -> bool:
 def _globals_read(code: types.CodeType) -> frozenset[str]:
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return frozenset(own).union(*map(_globals_read, _inner(code)))
-
-
-@functools.cache
-def is_library(module: str | None) -> bool:
-    """Return whether a module belongs to Python, torch or another library that holds no values of the user's."""
-    name = str(module).partition(".")[0]
-    if name in _PACKAGES:
-        return True
-    if name not in sys.stdlib_module_names:
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None)  # a user's own file may have the name of one of Python's
-    return file is None or Path(file).resolve().is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,7 +46,6 @@ class TensorColumn(list[Tensor]):
         self._keeps_layout = keeps_layout
         self._like = like
         self._memory = [t.untyped_storage() for t in self] if is_fixed else []
-        self._flat: list[Tensor] | None = None
         self._side_by_side: dict[tuple[int, int], Tensor | None] = {}
 
     @property
@@ -53,11 +53,10 @@ class TensorColumn(list[Tensor]):
         """The list that promises that layouts are kept; None when none does."""
         return self if self._keeps_layout else self._like
 
+    @cached_property
     def flat_views(self) -> list[Tensor]:
         """The tensors of a fixed list, which are contiguous, as 1-D views, made once."""
-        if self._flat is None:
-            self._flat = [t.detach().view(-1) for t in self]
-        return self._flat
+        return [t.detach().view(-1) for t in self]
 
     def as_one(self, indices: Sequence[int]) -> Tensor | None:
         """The elements at some indices as one 1-D view, where the list is fixed and they lie side by side."""

@@ -20,17 +20,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.fused.executors import Executor, Leaves, result_leaves
-from subtensors.dispatch.fused.tensor_columns import (
-    Addresses,
-    Columns,
-    TensorColumn,
-    is_fixed,
-    unique_tensors,
-)
+from subtensors.dispatch.fused.tensor_columns import Columns, TensorColumn, is_fixed, unique_tensors
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.torch_internals import memory
 from subtensors.dispatch.torch_internals.ops import has_dispatch_mode
-from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.fused.torch_codegen import write_torch
 
@@ -71,9 +64,7 @@ class TorchExecutor(Executor):
         )
 
     @torch.no_grad()
-    def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
+    def _execute(self, columns: Columns, numbers: Sequence[float], *_: object) -> Leaves:
         """Run the program on every element."""
         scalars = [evaluate(numbers) for evaluate in self.trace.scalars]
         operands = scalar_operands(scalars, columns[0][0].device)
@@ -179,7 +170,7 @@ def _as_one(column: Sequence[Tensor], indices: list[int]) -> Tensor | None:
 def _flat(column: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
     """1-D views of some tensors of a column, which are contiguous."""
     if isinstance(column, TensorColumn) and is_fixed(column):
-        views = column.flat_views()
+        views = column.flat_views
         return views if len(views) == len(indices) else [views[i] for i in indices]
     return [t if t.ndim == 1 else t.view(-1) for t in map(column.__getitem__, indices)]
 

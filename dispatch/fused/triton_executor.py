@@ -83,12 +83,11 @@ class TritonExecutor(Recordable, Executor):
         stored = trace.program.stores
         self.scalars = trace.scalars
         self.is_seeded = kernels.is_seeded
-        written = [self.parameters[i] for i in stored]
         self.stores = {
             i: p.dtype.itemsize * (1 if p.shape is Shape.PER_ELEMENT else -1)
-            for i, p in zip(stored, written, strict=True)
+            for i, p in enumerate(self.parameters)
+            if i in stored
         }
-        """For each parameter that is written, the bytes of an element; negative for those of a number per tensor."""
         self.observed = {i for i in stored if not is_fixed(columns[i]) or any(map(_requires_grad, columns[i]))}
         self.outputs = [trace.program.value(v) for v in trace.program.outputs]
         is_tiled = any(v.shape is Shape.PER_ELEMENT for v in self.outputs)

@@ -18,6 +18,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from threading import Lock, RLock
 from typing import TypeAlias, TypedDict
 
@@ -32,9 +33,6 @@ PoolHandle: TypeAlias = tuple[int, int]
 Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator"
 """A random generator of a program's own."""
 
-_Source: TypeAlias = "Generator | types.ModuleType"
-"""A random generator, or the module `random` or `numpy.random`, whose functions draw from one of its own."""
-
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
 _PINNED_POOLS = 64
@@ -48,7 +46,7 @@ _workspace_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 """By device and stream; torch has 32 streams, which it hands out in turn."""
 
 
-class _Segment(TypedDict):
+class PoolSegment(TypedDict):
     """A segment of the allocator, as `torch.cuda.memory_snapshot` describes it."""
 
     address: int
@@ -224,26 +222,14 @@ def _set_allocator(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
-def pool_bytes(pool: PoolHandle) -> int:
-    """Return the bytes of device memory in the segments of a private pool. Checked on 2.11."""
-    return sum(end - begin for begin, end in pool_segments(pool))
-
-
-def pool_segments(pool: PoolHandle) -> list[tuple[int, int]]:
-    """Return the begin and end addresses of the segments of a private pool. Checked on 2.11."""
-    return [(s["address"], s["address"] + s["total_size"]) for s in _segments(pool)]
-
-
-def active_bytes(pool: PoolHandle) -> int:
-    """Return the bytes of a private pool that are allocated to tensors. Checked on 2.11."""
-    return sum(s["active_size"] for s in _segments(pool))
-
-
-def _segments(pool: PoolHandle) -> list[_Segment]:
+def segments(pool: PoolHandle | None) -> list[PoolSegment]:
+    """Return the segments of a private pool; none if there is no pool. Checked on 2.11."""
+    if pool is None:
+        return []
     # Asked for one pool, torch releases its handle's numbers once too often: a crash, once a process has 256 pools
     # (github.com/pytorch/pytorch/pull/196366, open in September 2026).
-    segments: list[_Segment] = torch.cuda.memory_snapshot(include_traces=False)
-    return [segment for segment in segments if segment["segment_pool_id"] == pool]
+    found: list[PoolSegment] = torch.cuda.memory_snapshot(include_traces=False)
+    return [segment for segment in found if segment["segment_pool_id"] == pool]
 
 
 def empty_cache() -> None:
@@ -287,11 +273,6 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     generator_of(device).set_state(state)
 
 
-def seed_rng(device: torch.device, seed: int) -> None:
-    """Seed the random generator of this device alone; `torch.manual_seed` seeds those of all devices."""
-    generator_of(device).manual_seed(seed)
-
-
 def generator_of(device: torch.device) -> torch.Generator:
     """Return the random generator of a device."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
@@ -317,42 +298,33 @@ class RngState:
     def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Generator] = ()) -> None:
         gpus = {device for device in devices if device.type == "cuda"}
         defaults = [generator_of(device) for device in (torch.device("cpu"), *gpus)]
-        self._states = [(source, _state_of(source)) for source in (*defaults, random, np.random, *own)]
+        # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
+        self._states = [
+            (is_on_host, get, set_, pickle.dumps(get()))
+            for is_on_host, get, set_ in map(_accessors, (*defaults, random, np.random, *own))
+        ]
 
     def has_host_drawn(self) -> bool:
         """Return whether random numbers were drawn on the host since the snapshot; no replay draws those."""
-        return any(_is_on_host(source) and _state_of(source) != before for source, before in self._states)
+        return any(is_on_host and pickle.dumps(get()) != before for is_on_host, get, _, before in self._states)
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since the snapshot, on the host or a device."""
-        return any(_state_of(source) != before for source, before in self._states)
+        return any(pickle.dumps(get()) != before for _, get, _, before in self._states)
 
     def restore(self) -> None:
         """Restore all generators to the snapshot."""
-        for source, before in self._states:
-            _set_state(source, before)
+        for *_, set_, before in self._states:
+            set_(pickle.loads(before))
 
 
-def _is_on_host(source: _Source) -> bool:
-    return not isinstance(source, torch.Generator) or source.device.type == "cpu"
-
-
-def _state_of(source: _Source) -> bytes:
-    # As bytes: a comparison of tensors would be an op that a capture, or a mode around it, sees.
+def _accessors(source: Generator | types.ModuleType) -> tuple[bool, Callable[[], object], Callable[..., object]]:
+    """Return whether a generator, or that of the module `random` or `numpy.random`, is on the host; get and set it."""
     if isinstance(source, torch.Generator):
-        return pickle.dumps(source.get_state().numpy())
+        is_on_host = source.device.type == "cpu"
+        return is_on_host, lambda: source.get_state().numpy(), lambda x: source.set_state(torch.from_numpy(x))
     if isinstance(source, np.random.Generator):
-        return pickle.dumps(source.bit_generator.state)
-    return pickle.dumps(np.random.get_state() if source is np.random else source.getstate())
-
-
-def _set_state(source: _Source, saved: bytes) -> None:
-    state = pickle.loads(saved)
-    if isinstance(source, torch.Generator):
-        source.set_state(torch.from_numpy(state))
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    elif source is np.random:
-        np.random.set_state(state)
-    else:
-        source.setstate(state)
+        return True, lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
+    if source is np.random:
+        return True, np.random.get_state, np.random.set_state
+    return True, source.getstate, source.setstate

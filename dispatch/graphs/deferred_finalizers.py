@@ -100,11 +100,6 @@ def run_deferred() -> None:
         _is_running.release()
 
 
-def deferred_count() -> int:
-    """Return the number of deferred pieces of work."""
-    return len(_deferred)
-
-
 def _after_collection(phase: str, info: dict[str, int]) -> None:
     if phase == "stop":
         run_deferred()

@@ -61,12 +61,7 @@ class Recordable:
 
 
 class WordBuffer:
-    """Words of 8 bytes on a device, with a copy on the host that is written first.
-
-    Args:
-        count: the number of words.
-        device: with its index.
-    """
+    """Words of 8 bytes on a device, with a copy on the host that is written first."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.host: Words = np.zeros(count, np.int64)
@@ -157,7 +152,7 @@ class DynamicScalars:
     def __init__(self) -> None:
         self.source: object = None
         """Set by the caller before each call: identifies the call's numbers in `set`."""
-        self._launches: list[LaunchScalars] = []
+        self.launches: list[LaunchScalars] = []
         self._buffers: list[WordBuffer] = []
         self._unwaited: list[torch.cuda.Stream] = []
         """The streams that new buffers were allocated on."""
@@ -174,14 +169,7 @@ class DynamicScalars:
     def allocate(
         self, executor: Recordable, numbers: Sequence[float], hosts: Sequence[float], device: torch.device
     ) -> Tensor:
-        """Return the memory that a launch reads its scalars from.
-
-        Args:
-            executor: makes the launch.
-            numbers: of the call.
-            hosts: the values of its tensors on the host.
-            device: of the memory, with its index.
-        """
+        """Return memory for a launch to read the numbers of its call and the values of its tensors on the host from."""
         launch = LaunchScalars(executor, self.source, list(numbers), list(hosts))
         buffer = self._buffers[-1] if self._buffers else None
         if buffer is None or buffer.on_device.device != device or buffer.used + launch.size > len(buffer.host):
@@ -194,12 +182,18 @@ class DynamicScalars:
             self._buffers.append(buffer)
         launch.place(buffer, buffer.used)
         buffer.used += launch.size
-        self._launches.append(launch)
+        self.launches.append(launch)
         return buffer.on_device[launch.offset :]
 
     def set(self, source: object, numbers: Sequence[float], hosts: Sequence[float]) -> None:
-        """Set the numbers of one source's launches, from the next replay on."""
-        for launch in self._launches:
+        """Set the numbers of one source's launches, from the next replay on.
+
+        Args:
+            source: the value of `source` when they were captured.
+            numbers: the dynamic scalars of the source.
+            hosts: the values of its 0-d tensors on the CPU.
+        """
+        for launch in self.launches:
             if launch.source == source:
                 launch.set(numbers, hosts)
 

@@ -138,7 +138,7 @@ class Recording:
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
         self.device = device
         self.scalars = DynamicScalars()
-        """Says which call the launches come from while they are recorded."""
+        """The numbers of the launches; while they are recorded, it says which call they come from."""
         self.launches: list[Launch] = []
         self.written: list[Tensor] = []
         """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""
@@ -206,21 +206,13 @@ class Recording:
     def launch(
         self, executor: Recordable, columns: Sequence[Sequence[Tensor]], numbers: Sequence[float]
     ) -> list[Tensor]:
-        """Record a launch instead of making it.
-
-        Args:
-            executor: of the launch.
-            columns: its tensors.
-            numbers: its dynamic scalars.
-
-        Returns:
-            The arenas of the program's outputs; their values are undefined before a replay.
-        """
+        """Record a launch instead of making it; return the arenas of its outputs, which a replay fills."""
         if self._pending is None:
             # Zeros: what torch ops compute from them in this pass is discarded, but must not fail.
             arenas = [arena.zero_() for arena in executor.new_arenas()]
             hosts = [float(columns[i][0].item()) for i in executor.hosts]
             self.launches.append(Launch(executor, self.scalars.source, list(numbers), hosts, arenas=arenas))
+            self.scalars.launches.append(self.launches[-1])
             self._grids.append(executor.grid)
             executor.grid.workspace(self._key)
             for parameter in executor.observed:
@@ -249,18 +241,6 @@ class Recording:
 
     def _write_table(self, launch: Launch) -> None:
         self._words.write(launch.table_offset, launch.executor.grid.rows(launch.pointers).reshape(-1))
-
-    def set_numbers(self, source: object, numbers: list[float], hosts: list[float]) -> None:
-        """Set the numbers of one source's launches, from the next replay on.
-
-        Args:
-            source: the value of `scalars.source` when they were recorded.
-            numbers: the dynamic scalars of the source.
-            hosts: the values of its 0-d tensors on the CPU.
-        """
-        for launch in self.launches:
-            if launch.source == source:
-                launch.set(numbers, hosts)
 
     def move(self, addresses: list[int]) -> bool:
         """Set the addresses of the moving tensors, from the next replay on.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,10 +70,6 @@ def are_same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-class _TensorChecks(Protocol):
-    def check(self, *tensors: Tensor) -> bool: ...
-
-
 class LayoutSnapshot:
     """A snapshot of tensors' type, dtype, device, shape, strides and requires_grad, compared in one C++ loop.
 
@@ -87,7 +83,7 @@ class LayoutSnapshot:
         # The C++ check ends the process on tensors without strides: those match no others.
         has_strides = set(map(_layout, distinct)) <= {torch.strided}
         self._count = len(tensors) if has_strides else -1
-        self._checks: _TensorChecks = _checks_of(distinct) if has_strides else _PythonChecks(())
+        self._check = _check_of(distinct if has_strides else [])
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether every tensor is like the one at its position."""
@@ -97,7 +93,7 @@ class LayoutSnapshot:
             if self._first_indices(tensors) != self._firsts:
                 return False
             tensors = [tensors[i] for i in dict.fromkeys(self._firsts)]
-        return self._checks.check(*tensors)
+        return self._check(*tensors)
 
     @staticmethod
     def _first_indices(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -108,26 +104,22 @@ class LayoutSnapshot:
         return [first[id(t)] for t in tensors]
 
 
-class _PythonChecks:
-    """A Python equivalent of torch's `TensorGuards`."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._metadata = list(map(_metadata, tensors))
-
-    def check(self, *tensors: Tensor) -> bool:
-        return list(map(_metadata, tensors)) == self._metadata
+def _python_check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a Python equivalent of the check of torch's `TensorGuards`."""
+    before = list(map(_metadata, tensors))
+    return lambda *now: list(map(_metadata, now)) == before
 
 
 def _metadata(t: Tensor) -> tuple[object, ...]:
     return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg()
 
 
-@requires("torch._C._dynamo.guards.TensorGuards", otherwise=_PythonChecks)
-def _checks_of(tensors: Sequence[Tensor]) -> _TensorChecks:
+@requires("torch._C._dynamo.guards.TensorGuards", otherwise=_python_check_of)
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
-    checks: _TensorChecks = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return checks
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 class AddressSnapshot:

@@ -44,7 +44,7 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class HostReads:
+class HostReads(TorchFunctionMode):
     """A context that notes the first thing in it that waits for values on the host.
 
     Example:
@@ -55,29 +55,43 @@ class HostReads:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.first = ""
         """The name of the first function that did; "" if none did."""
         self.unpadded_reason = ""
         """The reason why this function ran on unpadded data; "" if it read values."""
         self.line = ""
         """`file:line` of the program from which it was called; "" if it was called by a library."""
-        self._contexts, self._functions = ExitStack(), _Functions(self)
+        self.function: Callable[..., PyTree] | None = None
+        """The torch function that the program is calling; None if it is in none."""
+        self._contexts = ExitStack()
 
     def __enter__(self) -> HostReads:
         _active.stack.append(self)
         self._contexts.enter_context(_capturing_in_words())
-        self._contexts.enter_context(self._functions)
-        self._contexts.enter_context(_Ops(self, self._functions))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._contexts.enter_context(_Ops(self))
         return self
-
-    def running(self) -> str:
-        """Return the name of the torch function that the program is calling; "" if it is in none."""
-        function = self._functions.running
-        return resolve_name(function) or "" if function is not None else ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._contexts.close()
+        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
         _active.stack.remove(self)
+
+    def __torch_function__(
+        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        if func in _COPIES_TO_HOST:
+            self.note(resolve_name(func) or str(func))
+        self.function, before = func, self.function
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.function = before
+
+    def running(self) -> str:
+        """Return the name of the torch function that the program is calling; "" if it is in none."""
+        return resolve_name(self.function) or "" if self.function is not None else ""
 
     def reason(self) -> str:
         """Return the reason why no graph holds what was run, in words; "" if it read nothing."""
@@ -178,31 +192,13 @@ def _capturing_in_words() -> Iterator[None]:
                 torch.cuda.is_current_stream_capturing = _is_capturing
 
 
-class _Functions(TorchFunctionMode):
+class _Ops(WatchedOps):
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
         self._reads = reads
-        self.running: Callable[..., PyTree] | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> PyTree:
-        if func in _COPIES_TO_HOST:
-            self._reads.note(resolve_name(func) or str(func))
-        self.running, before = func, self.running
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.running = before
-
-
-class _Ops(WatchedOps):
-    def __init__(self, reads: HostReads, functions: _Functions) -> None:
-        super().__init__()
-        self._reads, self._functions = reads, functions
 
     def note(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> None:
-        is_checked = self._functions.running in _CHECKS_ON_CPU
+        is_checked = self._reads.function in _CHECKS_ON_CPU
         if isinstance(op, OpOverload) and not is_checked and _reads_values(op, args, kwargs):
             self._reads.note(self._reads.running() or str(op))
 

@@ -109,8 +109,7 @@ class GraphPool:
         With the tensors themselves deleted, the next capture may use the memory of a graph's results. An alias is valid
         until another graph of the pool is replayed.
         """
-        assert self._handle is not None
-        segments = capture_module.pool_segments(self._handle)
+        segments = capture_module.segments(self._handle)
         aliases = {}
         for t in tensors:
             if _is_inside(t, segments):
@@ -122,7 +121,7 @@ class GraphPool:
 
     def outside(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return some tensors without plain ones in the pool's memory."""
-        segments = capture_module.pool_segments(self._handle) if self._handle is not None else []
+        segments = capture_module.segments(self._handle)
         return [t for t in tensors if type(t) is not Tensor or t.layout != torch.strided or not _is_inside(t, segments)]
 
     def _replace_stuck_stream(self) -> None:
@@ -154,16 +153,16 @@ class GraphPool:
 
     def bytes(self) -> int:
         """Return the bytes of device memory in the pool."""
-        return capture_module.pool_bytes(self._handle) if self._handle is not None else 0
+        return sum(segment["total_size"] for segment in capture_module.segments(self._handle))
 
     def active_bytes(self) -> int:
         """Return the bytes of the pool that are allocated to tensors, such as those that a program has kept."""
-        return capture_module.active_bytes(self._handle) if self._handle is not None else 0
+        return sum(segment["active_size"] for segment in capture_module.segments(self._handle))
 
 
-def _is_inside(t: Tensor, segments: Iterable[tuple[int, int]]) -> bool:
+def _is_inside(t: Tensor, segments: Iterable[capture_module.PoolSegment]) -> bool:
     address = t.untyped_storage().data_ptr()
-    return any(begin <= address < end for begin, end in segments)
+    return any(s["address"] <= address < s["address"] + s["total_size"] for s in segments)
 
 
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
@@ -187,18 +186,6 @@ def _reset(graphs: list[torch.cuda.CUDAGraph], last: list[torch.cuda.Stream]) ->
 
 
 @contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """A context without autocast's cache of cast weights: the autocast context frees it at its end, under a graph."""
-    enabled: bool = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-@contextmanager
 def capture_modes(requires_grad: bool = False) -> Iterator[None]:
     """A context for captures and runs of the program: no inference mode or autocast cache, backward on this thread.
 
@@ -207,12 +194,18 @@ def capture_modes(requires_grad: bool = False) -> Iterator[None]:
     Args:
         requires_grad: whether autograd tracks the program.
     """
-    # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on this
-    # thread: the capture is its own, and another thread's backward may wait for the lock.
-    with (
-        torch.inference_mode(False),
-        torch.autograd.set_multithreading_enabled(False),
-        torch.set_grad_enabled(requires_grad),
-        without_autocast_cache(),
-    ):
-        yield
+    # An autocast context frees its cache of cast weights at its end, under a graph.
+    has_cache: bool = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        # The mode of inference decides on autograd's threads as well, so that these come after it. A backward runs on
+        # this thread: the capture is its own, and another thread's backward may wait for the lock.
+        with (
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(requires_grad),
+        ):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(has_cache)

@@ -133,12 +133,7 @@ def _tensors_of_process() -> list[Tensor]:
 
 
 class ReferenceCensus:
-    """All Python tensors whose storage begins in an address range, gradients that only autograd refers to included.
-
-    Args:
-        start: the first address.
-        end: one past the last.
-    """
+    """All Python tensors whose storage begins in an address range, gradients that only autograd refers to included."""
 
     def __init__(self, start: int, end: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -188,11 +183,7 @@ class ReferenceCensus:
 
 
 class Release:
-    """The release of some tensors, until `restore`.
-
-    Args:
-        tensors: to release.
-    """
+    """The release of some tensors, until `restore`."""
 
     count: ClassVar[int] = 0
     """The number of releases in force."""

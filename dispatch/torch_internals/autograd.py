@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd import grad_mode
+from torch.autograd.function import FunctionCtx
 
 from subtensors.dispatch.torch_internals.dispatcher import dispatch_keys, without_modes
 from subtensors.dispatch.torch_internals.requires import requires
@@ -30,26 +31,15 @@ def reset_grad_accumulator(leaf: torch.Tensor) -> None:
     leaf.data = data
 
 
-class SavesTensors(Protocol):
-    """The context of an autograd function in its backward."""
-
-    @property
-    def saved_tensors(self) -> Sequence[torch.Tensor]:
-        """The tensors that its forward saved."""
-
-    def maybe_clear_saved_tensors(self) -> None:
-        """Free them, unless the graph is retained."""
-
-
 @requires("torch._C._FunctionBase.maybe_clear_saved_tensors", otherwise=lambda ctx: list(ctx.saved_tensors))
-def release_saved_tensors(ctx: SavesTensors) -> list[torch.Tensor]:
+def release_saved_tensors(ctx: FunctionCtx) -> list[torch.Tensor]:
     """Return the saved tensors of an autograd node, and free them there now unless the graph is retained.
 
     The compiler's own nodes do the same; other nodes hold theirs until their backward has returned. Checked on 2.11,
     2.13.
     """
-    saved = list(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()
+    saved = list(ctx.saved_tensors)  # type: ignore[attr-defined]  # torch's stubs leave out both
+    ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
     return saved
 
 
@@ -203,11 +193,8 @@ def gathered_again(weight: torch.Tensor) -> torch.Tensor | None:
 def convert_from_local(kind: type[torch.Tensor], convert: Callable[..., torch.Tensor]) -> None:
     """Make `DTensor.from_local`, which plans of `parallelize_module` call, leave a type of tensors to a function.
 
-    A DTensor around such a tensor would call ops on it beneath autograd. Checked on 2.13.
-
-    Args:
-        kind: the type.
-        convert: called with torch's own `from_local`, and then with its arguments.
+    A DTensor around such a tensor would call ops on it beneath autograd. The function is called with torch's own
+    `from_local`, and then with its arguments. Checked on 2.13.
     """
     from torch.distributed.tensor import DTensor
 

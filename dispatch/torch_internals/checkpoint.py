@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+import traceback
 
 from subtensors.dispatch.torch_internals.requires import requires
 
@@ -21,7 +21,4 @@ def _is_called_by_it() -> bool:
     """Return whether the caller is called by the function that takes such steps. Checked on 2.13."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _init_optim_state.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _init_optim_state.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))

@@ -23,11 +23,7 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @requires("torch._inductor.async_compile.maybe_warm_pool", otherwise=lambda options: None)
 def start_compile_workers(options: Mapping[str, object]) -> None:
-    """Start the processes that compile kernels, in the background, since that takes seconds. Checked on 2.11, 2.13.
-
-    Args:
-        options: of `torch.compile`.
-    """
+    """Start the processes that compile kernels, in the background, since that takes seconds. Checked on 2.11, 2.13."""
     if _backend_name(options) == "inductor":
         from torch._inductor.async_compile import maybe_warm_pool
 

@@ -41,11 +41,9 @@ def dispatch_keys() -> Keys:
     "torch._C._len_torch_dispatch_stack",
 )
 def restored_dispatch_keys(keys: Keys, casting: bool = False) -> AbstractContextManager[object]:
-    """Return a context in which the dispatcher includes and excludes these keys. Checked on 2.13.
+    """Return a context in which the dispatcher includes and excludes these keys; autocast's only if `casting`.
 
-    Args:
-        keys: as `dispatch_keys` returned them.
-        casting: true to include autocast's keys.
+    Checked on 2.13.
     """
     included, excluded = keys
     if torch._C._len_torch_dispatch_stack() == 0:

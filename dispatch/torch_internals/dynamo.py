@@ -174,11 +174,7 @@ def trace_as_list(
 def break_at_data_assignment(kind: type[torch.Tensor], reason: str) -> None:
     """Make Dynamo break the graph where `.data` of a tensor of a type is set. Checked on 2.11 - 2.15.
 
-    Dynamo would trace the assignment as a call that no subclass can intercept.
-
-    Args:
-        kind: the type.
-        reason: the message of the error where no break is allowed.
+    Dynamo would trace the assignment as a call that no subclass can intercept. The reason is as for `break_graph`.
     """
     from torch._dynamo.variables import builtin
 
@@ -249,11 +245,7 @@ def call_eagerly(function: Callable[..., object], reason: str) -> None:
     """Make Dynamo break the graph at a call of this function, and compile nothing that it calls.
 
     `torch.compiler.disable` does the same with a wrapper, which costs each call some microseconds, and loads the
-    compiler. Checked on 2.11, 2.13.
-
-    Args:
-        function: written in Python.
-        reason: the message of the error where no break is allowed.
+    compiler. The function is written in Python; the reason is as for `break_graph`. Checked on 2.11, 2.13.
     """
     compile_only_inlined(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -280,11 +272,9 @@ def compile_methods_only_inlined(kind: type) -> None:
     Where a graph breaks, tensors of the class are real ones, not the fake tensors of compiled code.
     """
     for member in vars(kind).values():
-        for function in (getattr(member, name, None) for name in ("fget", "fset", "__func__")):
+        for function in (member, *(getattr(member, name, None) for name in ("fget", "fset", "__func__"))):
             if isinstance(function, FunctionType):
                 compile_only_inlined(function)
-        if isinstance(member, FunctionType):
-            compile_only_inlined(member)
 
 
 def _has_symbolic_type(value: object) -> bool:

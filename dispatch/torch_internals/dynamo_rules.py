@@ -61,11 +61,7 @@ def declare(kind: type, *rules: Callable[[], object]) -> None:
 
 
 def install_rules(kind: type) -> None:
-    """Install the rules of a type; break the graph where one can't be installed.
-
-    Args:
-        kind: the class passed to `declare`.
-    """
+    """Install the rules of a type that were declared; break the graph where one can't be installed."""
     rules = _pending.pop(kind, [])
     for rule in rules:
         try:

@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill a range of memory, each once, in some order. Checked on 2.11 - 2.15."""
-    return tensor.is_contiguous() or _is_dense(tensor)
-
-
-@requires("torch._prims_common.is_non_overlapping_and_dense_or_false", otherwise=lambda tensor: False)
-def _is_dense(tensor: torch.Tensor) -> bool:
-    import torch._prims_common as prims
-
-    return bool(prims.is_non_overlapping_and_dense_or_false(tensor))
+    # Torch keeps the strides of such tensors alone.
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 @requires("torch._C._nn.flatten_dense_tensors", otherwise=lambda tensors: torch.cat([t.reshape(-1) for t in tensors]))

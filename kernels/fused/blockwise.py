@@ -16,10 +16,10 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from subtensors.kernels.runtime.custom_ops import define
 
 SIZE = 256
 """Elements a block."""
@@ -110,19 +110,17 @@ def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 
 # The same as custom ops, which a trace records; their Triton functions are in `blockwise_kernel`.
-torch.library.define("subtensors::blockwise_absmax", "(Tensor x) -> Tensor")
-torch.library.define("subtensors::quantize_blockwise", "(Tensor x, Tensor scales, bool is_signed) -> Tensor")
-torch.library.define("subtensors::dequantize_blockwise", "(Tensor codes, Tensor scales, bool is_signed) -> Tensor")
-
-_CODES = {True: torch.int8, False: torch.uint8}
-_FAKES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "blockwise_absmax": (absmax, lambda x: x.new_empty(block_count(x.numel()), dtype=torch.float32)),
-    "quantize_blockwise": (quantize, lambda x, _, signed: x.new_empty(x.shape, dtype=_CODES[signed])),
-    "dequantize_blockwise": (dequantize, lambda codes, *_: codes.new_empty(codes.shape, dtype=torch.float32)),
-}
-OPS = frozenset(_FAKES)
+define(
+    "blockwise_absmax", "Tensor x", "Tensor", absmax,
+    lambda x: x.new_empty(block_count(x.numel()), dtype=torch.float32),
+)  # fmt: skip
+define(
+    "quantize_blockwise", "Tensor x, Tensor scales, bool is_signed", "Tensor", quantize,
+    lambda x, _, is_signed: x.new_empty(x.shape, dtype=torch.int8 if is_signed else torch.uint8),
+)  # fmt: skip
+define(
+    "dequantize_blockwise", "Tensor codes, Tensor scales, bool is_signed", "Tensor", dequantize,
+    lambda codes, *_: codes.new_empty(codes.shape, dtype=torch.float32),
+)  # fmt: skip
+OPS = frozenset({"blockwise_absmax", "quantize_blockwise", "dequantize_blockwise"})
 """The ops on numbers per block, other than copies."""
-
-for _name, (_run, _fake) in _FAKES.items():
-    torch.library.impl(f"subtensors::{_name}", "CompositeExplicitAutograd")(_run)
-    torch.library.register_fake(f"subtensors::{_name}")(_fake)

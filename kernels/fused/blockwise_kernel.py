@@ -7,15 +7,11 @@ kernel that computes with the numbers, and no decoded tensor is stored.
 from __future__ import annotations
 
 from subtensors.kernels.fused import blockwise
+from subtensors.kernels.runtime.tile_math_kernel import larger
 from subtensors.kernels.runtime.triton_compat import tl, triton
 
 SIZE = tl.constexpr(blockwise.SIZE)
 SMALLEST = tl.constexpr(blockwise.SMALLEST)
-
-
-@triton.jit
-def _largest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -29,8 +25,8 @@ def blockwise_absmax(x, inside, FULL: tl.constexpr, BLOCK: tl.constexpr):
     x = tl.abs(x)
     if not FULL:
         x = tl.where(inside, x, 0)
-    largest = tl.reduce(tl.reshape(x, [BLOCK // SIZE, SIZE]), 1, _largest)
-    return tl.where(largest < SMALLEST, 0, largest)
+    scale = tl.reduce(tl.reshape(x, [BLOCK // SIZE, SIZE]), 1, larger)
+    return tl.where(scale < SMALLEST, 0, scale)
 
 
 if triton.knobs.runtime.interpret:

@@ -56,25 +56,17 @@ _serial = itertools.count()
 def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
     from subtensors.kernels.fused import blockwise_kernel
     from subtensors.kernels.runtime import tile_math_kernel
-    from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
     # Programs of several dtypes have segments in common, which Triton then compiles once.
     # Triton asks `inspect` for a function's source, and `inspect` asks `linecache`.
     filename = f"<subtensors {name} {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    names: dict[str, Any] = {"triton": triton, "tl": tl, "libdevice": libdevice, "__name__": __name__}
-    names |= {f: getattr(tile_math_kernel, f) for f in _TILE_FUNCTIONS}
-    names |= {f: getattr(blockwise_kernel, f) for f in _BLOCK_FUNCTIONS}
+    names: dict[str, Any] = vars(tile_math_kernel) | vars(blockwise_kernel) | {"__name__": __name__}
     if has_codes:
         # The last bit of a quotient does not matter beside 8-bit codes.
         names |= {"sqrt": blockwise_kernel.approximate_sqrt, "div": blockwise_kernel.approximate_div}
     exec(compile(source, filename, "exec"), names)
     return names
-
-
-_TILE_FUNCTIONS = """div sqrt power remainder trunc_divide floor_divide stochastic_round tile_sum tile_prod tile_amax
-tile_amin row_of column_of load_tile store_tile to_bits fold is_last_arrival combine""".split()
-_BLOCK_FUNCTIONS = "blockwise_absmax quantize_blockwise dequantize_blockwise load_blocks store_blocks".split()
 
 
 class LaneWriter(SegmentWriter):

@@ -90,11 +90,7 @@ class GradNormGrid(Workspaces[tuple[Tensor, Tensor]]):
         return 3 * self.count
 
     def rows(self, pointers: Sequence[Sequence[int]] | Integers) -> Integers:
-        """The table: sizes, dtypes, addresses.
-
-        Args:
-            pointers: one row, of addresses.
-        """
+        """The table: sizes, dtypes, and addresses, which are the one row of `pointers`."""
         return np.concatenate([self.sizes, self.kinds, np.asarray(pointers, dtype=np.int64).reshape(-1)])
 
     def launch(

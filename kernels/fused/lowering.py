@@ -49,20 +49,8 @@ def _libdevice(name: str) -> Template:
     return _call(f"libdevice.{name}")
 
 
-def _format(template: str) -> Template:
-    return lambda *args: template.format(*args)
-
-
 def _scaled(term: str, scale: Text) -> str:
     return term if scale.literal == 1 else f"{scale} * {term}"
-
-
-def _add(a: Text, b: Text, alpha: Text = ONE) -> str:
-    return f"({a} + {_scaled(b, alpha)})"
-
-
-def _sub(a: Text, b: Text, alpha: Text = ONE) -> str:
-    return f"({a} - {_scaled(b, alpha)})"
 
 
 def _clamp(x: Text, low: Text = ABSENT, high: Text = ABSENT) -> str:
@@ -100,27 +88,27 @@ _NAMES = "mul eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor".split()
 _SIGNS = "* == != < <= > >= & | ^".split()
 
 _SHARED: dict[str, Template] = {
-    "add": _add,
-    "sub": _sub,
-    "rsub": lambda a, b, alpha="1": _sub(b, a, alpha),
-    **{name: _format(f"({{0}} {sign} {{1}})") for name, sign in zip(_NAMES, _SIGNS, strict=True)},
-    "neg": _format("(-{0})"),
-    "maximum": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
-    "minimum": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
-    "fmax": _format("tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
-    "fmin": _format("tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)"),
+    "add": lambda a, b, alpha=ONE: f"({a} + {_scaled(b, alpha)})",
+    "sub": lambda a, b, alpha=ONE: f"({a} - {_scaled(b, alpha)})",
+    "rsub": lambda a, b, alpha=ONE: f"({b} - {_scaled(a, alpha)})",
+    **{name: f"({{0}} {sign} {{1}})".format for name, sign in zip(_NAMES, _SIGNS, strict=True)},
+    "neg": "(-{0})".format,
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)".format,
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)".format,
+    "fmax": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)".format,
+    "fmin": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.NONE)".format,
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda x, high: _clamp(x, ABSENT, high),
     "relu": lambda x: _clamp(x, Text("0", 0)),
-    "abs": _format("tl.abs({0})"),
-    "sign": _format("(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))"),
-    "isnan": _format("({0} != {0})"),
+    "abs": "tl.abs({0})".format,
+    "sign": "(({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype))".format,
+    "isnan": "({0} != {0})".format,
     "div": _divide,
     "floor_divide": _call("floor_divide"),
     "remainder": _call("remainder"),
-    "where": _format("tl.where({0}, {1}, {2})"),
-    "masked_fill": _format("tl.where({1}, {2}, {0})"),
+    "where": "tl.where({0}, {1}, {2})".format,
+    "masked_fill": "tl.where({1}, {2}, {0})".format,
     "addcmul": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'({a} * {b})', value)})",
     # Conversions and copies: the cast around the expression does everything.
     **dict.fromkeys(("_to_copy", "clone", "convert_element_type"), lambda x, *_: x),
@@ -139,14 +127,14 @@ _FLOAT: dict[str, Template] = {
     "reciprocal": lambda x: f"div(1.0, {x})",
     "addcdiv": lambda x, a, b, value=ONE: f"({x} + {_scaled(f'div({a}, {b})', value)})",
     # Torch's two-sided form, exact at both ends.
-    "lerp": _format("tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}), {1} - ({1} - {0}) * (1.0 - {2}))"),
+    "lerp": "tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}), {1} - ({1} - {0}) * (1.0 - {2}))".format,
     "sqrt": _call("sqrt"),
     "rsqrt": _libdevice("rsqrt"),
     "pow": _power,
-    "sigmoid": _format("div(1.0, 1.0 + libdevice.exp(-{0}))"),
+    "sigmoid": "div(1.0, 1.0 + libdevice.exp(-{0}))".format,
     "round": _libdevice("nearbyint"),
-    "frac": _format("({0} - libdevice.trunc({0}))"),
-    "isinf": _format("(tl.abs({0}) == float('inf'))"),
+    "frac": "({0} - libdevice.trunc({0}))".format,
+    "isinf": "(tl.abs({0}) == float('inf'))".format,
     "blockwise_absmax": lambda x: f"blockwise_absmax({x}, inside, FULL, BLOCK)",
     "quantize_blockwise": lambda x, scales, signed: f"quantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
     "dequantize_blockwise": lambda x, scales, signed: f"dequantize_blockwise({x}, {scales}, {signed.literal}, BLOCK)",
@@ -159,23 +147,23 @@ _FLOAT: dict[str, Template] = {
 }
 
 _INTEGER: dict[str, Template] = {
-    "isinf": _format("({0} != {0})"),
-    **dict.fromkeys(("ceil", "floor", "round", "trunc"), _format("{0}")),
-    "fmod": _format("({0} % {1})"),
-    "bitwise_not": _format("(~{0})"),
+    "isinf": "({0} != {0})".format,
+    **dict.fromkeys(("ceil", "floor", "round", "trunc"), "{0}".format),
+    "fmod": "({0} % {1})".format,
+    "bitwise_not": "(~{0})".format,
     "pow": lambda base, exponent: _SPECIAL_POWERS[exponent.literal].format(base),
 }
 
 # Booleans compute as int8, but for these.
 _LOGICAL: dict[str, Template] = {
-    "logical_and": _format("(({0}.to(tl.int8) & {1}.to(tl.int8)) != 0)"),
-    "logical_or": _format("(({0}.to(tl.int8) | {1}.to(tl.int8)) != 0)"),
-    "logical_xor": _format("({0} != {1})"),
-    "logical_not": _format("({0} == 0)"),
+    "logical_and": "(({0}.to(tl.int8) & {1}.to(tl.int8)) != 0)".format,
+    "logical_or": "(({0}.to(tl.int8) | {1}.to(tl.int8)) != 0)".format,
+    "logical_xor": "({0} != {1})".format,
+    "logical_not": "({0} == 0)".format,
 }
 
 # Booleans differ: -2, the bitwise complement of 1, is as true as 1.
-_BOOL: dict[str, Template] = {"bitwise_not": _format("({0} == 0)")}
+_BOOL: dict[str, Template] = {"bitwise_not": "({0} == 0)".format}
 
 _REDUCE = {"sum": "tile_sum", "prod": "tile_prod", "amax": "tile_amax", "amin": "tile_amin"}
 

@@ -76,7 +76,8 @@ class SegmentWriter:
             if index in self.segment.memory:
                 text = self.load(index, self.segment.memory[index])
             elif index in self.segment.slots:
-                text = self.load_slot(index)
+                slot = self.segment.slots[index]
+                text = self.from_bits(f"tl.load(slots + {slot} * N + tensor{self.MASK})", index)
             else:
                 step = self.value(index)
                 assert isinstance(step, Instruction)
@@ -166,10 +167,6 @@ class SegmentWriter:
             hosts = [i for i, p in enumerate(self.program.parameters) if p.on_host]
             return self.from_bits(f"tl.load(scalars + {len(self.program.scalars) + hosts.index(parameter)})", index)
         return self.loaded(f"tl.load({self.pointer(parameter)}{self.MASK})", parameter, index)
-
-    def load_slot(self, index: int) -> str:
-        """The expression that reads a value from its slot."""
-        return self.from_bits(f"tl.load(slots + {self.segment.slots[index]} * N + tensor{self.MASK})", index)
 
     def from_bits(self, bits: str, index: int) -> str:
         """The bits of a slot or a dynamic scalar as this value."""

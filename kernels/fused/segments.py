@@ -3,13 +3,14 @@
 Segments run in the order T0 E0 T1 E1 ..., where Tk computes numbers per tensor (one lane a tensor) and Ek elements and
 blocks (one tile at a time), each after k rounds of reductions. A value that several segments need is recomputed from
 memory in each of them: arithmetic is free and memory traffic is not. A store may overwrite a tensor that a later
-segment reads. Then the store is postponed to that segment (`_Overwritten`) or, for a number per tensor, the old value
+segment reads (`_Overwritten`). Then the store is postponed to that segment or, for a number per tensor, the old value
 is kept in a slot of the workspace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from subtensors.kernels.fused.program import Instruction, Program, Shape
@@ -48,17 +49,7 @@ class Segment:
 
 
 class _Overwritten(Exception):
-    """A parameter is overwritten before a segment of this round reads it."""
-
-    def __init__(self, parameter: int, round_: int) -> None:
-        self.parameter, self.round = parameter, round_
-
-
-class _Unkept(Exception):
-    """A number per tensor is overwritten, and no tensor segment of this round can keep it."""
-
-    def __init__(self, round_: int) -> None:
-        self.round = round_
+    """A value is overwritten before a segment reads it; what the planner noted avoids that in the next attempt."""
 
 
 # A number per tensor is recomputed in every tile unless it takes one of these ops.
@@ -79,27 +70,18 @@ class _Planner:
             reads = value.reads() if isinstance(value, Instruction) else []
             before = max((self.rounds[r] for r in reads), default=0)
             self.rounds[index] = before + (isinstance(value, Instruction) and value.is_reduction)
+            if isinstance(value, Instruction) and value.shape is Shape.PER_TENSOR and value.name in _COSTLY:
+                self.tensor_rounds.add(self.rounds[index])
         stored, returned = self.program.stores, self.program.outputs
         self.last = max((self.rounds[v] for v in (*stored.values(), *returned)), default=0)
         per_tensor = [v for p, v in stored.items() if self.program.parameters[p].shape is Shape.PER_TENSOR]
         per_tensor += [v for v in returned if self.program.value(v).shape is Shape.PER_TENSOR]
         self.tensor_rounds.update(self.rounds[v] for v in per_tensor)
-        self.tensor_rounds.update(self.rounds[v] for v in self._costly())
-
-    def _costly(self) -> Iterable[int]:
-        first = len(self.program.parameters)
-        for index, step in enumerate(self.program.instructions, first):
-            if step.shape is Shape.PER_TENSOR and step.name in _COSTLY:
-                yield index
 
     def plan(self) -> list[Segment]:
         while True:
-            try:
+            with suppress(_Overwritten):
                 return self._attempt()
-            except _Overwritten as conflict:
-                self.postponed[conflict.parameter] = conflict.round
-            except _Unkept as conflict:
-                self.tensor_rounds.add(conflict.round)
 
     def _attempt(self) -> list[Segment]:
         self.slots = {}
@@ -146,9 +128,11 @@ class _Planner:
             for read in value.reads():
                 self._obtain(segments, segment, read)
         elif _time(segment.round, value.shape) == _time(segment.round, segment.shape):
-            raise _Overwritten(index, segment.round)
+            self.postponed[index] = segment.round
+            raise _Overwritten
         else:
-            raise _Unkept(self._store_time(index) // 2)
+            self.tensor_rounds.add(self._store_time(index) // 2)
+            raise _Overwritten
         segment.steps.append(index)
 
     def _home(self, index: int, segment: Segment) -> int | None:

@@ -65,8 +65,22 @@ class InputLoader:
         if not all(t.is_contiguous() for t in targets):
             raise ValueError("static inputs are contiguous")
         self.targets, self.true_sizes = list(targets), true_sizes
-        self.kernel = LoadKernel(targets, dims, true_sizes) if true_sizes.is_cuda else None
-        self._is_ready = False
+        self._device, self._sizes_address = true_sizes.device, true_sizes.data_ptr()
+        plans = [_plan(t, d) for t, d in zip(targets, dims, strict=True)]
+        totals = [math.prod(shape) for _, shape, _, _ in plans]
+        first_programs = [0]
+        for total in totals:
+            first_programs.append(first_programs[-1] + -(-total // BLOCK))
+        self._bytes = tuple(width for width, *_ in plans)
+        self._programs = max(first_programs[-1], 1)
+        self._fixed = (
+            tuple(t.data_ptr() for t in targets), tuple(first_programs), tuple(totals),
+            tuple(shape for _, shape, _, _ in plans), tuple(scale for *_, scale in plans),
+        )  # fmt: skip
+        self._constants: _Constants = tuple(which for _, _, which, _ in plans), self._bytes, BLOCK
+        self._launch: Launch | None = None
+        """The kernel's launch, once it was compiled and loaded."""
+        self._compiled = _compiled(self._constants, self._device, len(true_sizes)) if true_sizes.is_cuda else None
 
     def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Copy the sources into the targets.
@@ -75,44 +89,17 @@ class InputLoader:
             sources: one for each target, of its dtype and device, and of the true sizes in padded dims.
             sizes: the true sizes.
         """
-        if self.kernel is not None and (self._is_ready or self.kernel.is_compiled()):
-            self._is_ready = True
-            self.kernel(sources, sizes)
-        else:
+        compiled = self._compiled
+        if self._launch is None and (compiled is None or not compiled.done() or compiled.exception() is not None):
             load_inputs_reference(sources, self.targets, sizes, self.true_sizes)
+        else:
+            self.run_kernel(sources, sizes)
 
-
-class LoadKernel:
-    """The kernel's launch for some static inputs; arguments as of `InputLoader`."""
-
-    def __init__(self, targets: Sequence[Tensor], dims: Sequence[Sequence[int]], true_sizes: Tensor) -> None:
-        plans = [_plan(t, d) for t, d in zip(targets, dims, strict=True)]
-        totals = [math.prod(shape) for _, shape, _, _ in plans]
-        first_programs = [0]
-        for total in totals:
-            first_programs.append(first_programs[-1] + -(-total // BLOCK))
-        self.bytes = tuple(width for width, *_ in plans)
-        self.programs = max(first_programs[-1], 1)
-        self._fixed = (
-            tuple(t.data_ptr() for t in targets), tuple(first_programs), tuple(totals),
-            tuple(shape for _, shape, _, _ in plans), tuple(scale for *_, scale in plans),
-        )  # fmt: skip
-        self._constants: _Constants = tuple(which for _, _, which, _ in plans), self.bytes, BLOCK
-        self._true_sizes = true_sizes.data_ptr()
-        self._memory = [*targets, true_sizes]  # keeps the addresses valid
-        self._device = true_sizes.device
-        self._launch: Launch | None = None
-        self._compiled = _compiled(self._constants, self._device, len(true_sizes)) if true_sizes.is_cuda else None
-
-    def is_compiled(self) -> bool:
-        """Return whether a call can run without waiting for the compiler."""
-        return self._compiled is None or (self._compiled.done() and self._compiled.exception() is None)
-
-    def __call__(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
-        """Copy the sources into the targets; see `InputLoader`."""
+    def run_kernel(self, sources: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
+        """Copy the sources into the targets by the kernel; wait for its compilation."""
         # A copy must live until the launch, or the next copy would take its memory.
         ready = []
-        for source, width in zip(sources, self.bytes, strict=True):
+        for source, width in zip(sources, self._bytes, strict=True):
             # The kernel reads contiguous memory in aligned words.
             x = source if source.is_contiguous() else source.contiguous()
             if x.is_conj() or x.is_neg():
@@ -120,15 +107,15 @@ class LoadKernel:
             if x.data_ptr() % width:
                 x = x.clone()
             ready.append(x)
-        arguments = (tuple([t.data_ptr() for t in ready]), *self._fixed, sizes, self._true_sizes, *self._constants)
+        arguments = (tuple([t.data_ptr() for t in ready]), *self._fixed, sizes, self._sizes_address, *self._constants)
         if self._launch is None:
             if self._compiled is None:
                 from subtensors.kernels.graph_inputs.inputs_kernel import load_inputs_kernel
 
                 with launching_on(self._device):
-                    load_inputs_kernel[(self.programs,)](*arguments)
+                    load_inputs_kernel[(self._programs,)](*arguments)
                 return
-            self._launch = prepare_launch(self._compiled.result(), self.programs)
+            self._launch = prepare_launch(self._compiled.result(), self._programs)
         with launching_on(self._device):
             self._launch(*arguments, stream=current_stream(self._device))
 

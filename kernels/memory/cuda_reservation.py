@@ -15,7 +15,7 @@ class CudaRange:
     """Reserved addresses of a device; a kernel that accesses a part without memory faults.
 
     Args:
-        size: bytes, a multiple of `granularity`; may be larger than the device's memory.
+        size: bytes, a multiple of 2 MiB, the smallest amount that devices map; may be larger than the device's memory.
         device: a CUDA device with its index.
 
     Raises:
@@ -37,8 +37,6 @@ class CudaRange:
         self._access = driver.CUmemAccessDesc()
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(_checked(driver.cuMemGetAllocationGranularity(self._properties, flag)))
         self.address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
 
     def map(self, start: int, size: int) -> None:

@@ -10,13 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class _CudaBytes:
-    """A memory range of a CUDA device, in a form that `torch.as_tensor` takes.
-
-    Args:
-        address: the first byte.
-        size: in bytes.
-        owner: an object that the tensor's storage keeps alive.
-    """
+    """Arguments of `tensor_from_address` for a CUDA device, in a form that `torch.as_tensor` takes."""
 
     address: int
     size: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from functools import cache
 
 _PROTECT_NONE, _PROTECT_ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -37,7 +38,7 @@ class HostRange:
     def map(self, start: int, size: int) -> None:
         """Map zeroed memory under a part of the range; raise MemoryError and map nothing if the host has not enough."""
         if _libc().mprotect(self.address + start, size, _PROTECT_ALL):
-            raise MemoryError(f"no memory for {size} bytes of the host: {_reason()}")
+            raise MemoryError(f"no memory for {size} bytes of the host: {os.strerror(ctypes.get_errno())}")
 
     def unmap(self, start: int, size: int) -> None:
         """Free the memory of a part; its addresses stay reserved."""
@@ -55,14 +56,8 @@ class HostRange:
 def _map_pages(address: int | None, size: int, protection: int, flags: int) -> int:
     mapped = _libc().mmap(address, size, protection, flags, -1, 0)
     if mapped in (None, ctypes.c_void_p(-1).value):
-        raise MemoryError(f"no {size} bytes of addresses on the host: {_reason()}")
+        raise MemoryError(f"no {size} bytes of addresses on the host: {os.strerror(ctypes.get_errno())}")
     return int(mapped)
-
-
-def _reason() -> str:
-    import os
-
-    return os.strerror(ctypes.get_errno())
 
 
 @cache

@@ -15,7 +15,6 @@ A padded dimension lies within one level. Its index is `level // div % mod`; a *
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,11 +69,6 @@ class MaskedLayout:
     """The slots of the valid lengths, those of rows first; `order` holds the lengths' numbers."""
     order: tuple[int, ...]
     row_shape: tuple[int, ...]
-
-    @functools.cached_property
-    def row_count(self) -> int:
-        """The number of rows."""
-        return math.prod(self.rows)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -180,7 +174,8 @@ def plan(
             )
     shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in lengths)
     wanted = tuple(sorted({d % x.dim() for d in columns}))
-    if not is_dense(x):
+    # Torch keeps the strides of tensors without gaps and overlaps alone.
+    if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
         x = x.contiguous()
     layout = _layout(tuple(x.shape), x.stride(), wanted, shapes, whole_columns)
     if layout is None:
@@ -190,15 +185,6 @@ def plan(
         layout = _layout(tuple(x.shape), x.stride(), wanted, shapes, whole_columns)
         assert layout is not None, "a copy in the order of rows and columns has one level of each"
     return x, layout
-
-
-def is_dense(x: Tensor) -> bool:
-    """Return whether the elements fill their memory without overlaps or gaps."""
-    if x.is_contiguous():
-        return True
-    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
-    in_order = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
-    return reach == x.numel() and all(a * n == b for (a, n), (b, _) in itertools.pairwise(in_order))
 
 
 def with_strides_of(tensor: Tensor, x: Tensor) -> Tensor:

@@ -199,17 +199,13 @@ def _requiring_grad(t: Tensor) -> Tensor:
     return t if t.requires_grad else t.detach().requires_grad_()
 
 
-def _like_first(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _like_second(_: object, x: Tensor, *__: object) -> Tensor:
     return torch.empty_like(x)
 
 
 define_kernel(
     "masked_softmax", f"Tensor x, int dim, {LENGTHS_SCHEMA}, float fill, bool is_log", "Tensor",
-    softmaxes.masked_softmax_forward, softmaxes.masked_softmax_reference, _like_first,
+    softmaxes.masked_softmax_forward, softmaxes.masked_softmax_reference, lambda x, *_: torch.empty_like(x),
 )  # fmt: skip
 define_kernel(
     "masked_softmax_backward", f"Tensor gradient, Tensor y, int dim, {LENGTHS_SCHEMA}, bool is_log", "Tensor",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,14 +36,6 @@ MERGE_COST = 4
 
 MAX_MERGED_STATES = 2048
 """The number of states that a program of the second kernel holds, if a row has fewer parts."""
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Import the kernels, and Triton with them, at the first launch."""
-    from subtensors.kernels.padded import masked_reduction_kernel
-
-    return masked_reduction_kernel
 
 
 class Reduced(NamedTuple):
@@ -194,9 +185,8 @@ def masked_reduction_forward(
     """Compute `masked_reduction` with its kernels."""
     dtype = result_dtype(kind, x.dtype)
     if dtype == torch.bool:
-        return _as_bool(
-            masked_reduction_forward(x.to(torch.uint8), kind, dims, lengths, p, correction, fill, for_gradient)
-        )
+        found = masked_reduction_forward(x.to(torch.uint8), kind, dims, lengths, p, correction, fill, for_gradient)
+        return found._replace(out=found.out.bool())
     x, layout = plan(x, dims, lengths)
     accumulated = sum_dtype(x.dtype)
     out = x.new_empty(layout.row_shape, dtype=dtype)
@@ -224,10 +214,11 @@ def masked_reduction_forward(
     slots = layout.slot_arguments(lengths)
     tile = (block_rows, block_columns, layout.lanes(block_columns, x.element_size()), for_gradient, layout.bounds_vary)
     results: tuple[Tensor, ...] = (out, aux, counts)
-    kernels = _kernels()
+    from subtensors.kernels.padded import masked_reduction_kernel as kernels
+
     with launching_on(x.device):
         if parts > 1:
-            states = [x.new_empty((parts, layout.row_count), dtype=t.dtype) for t in (aux, aux, counts)]
+            states = [x.new_empty((parts, out.numel()), dtype=t.dtype) for t in (aux, aux, counts)]
             kernels.reduction_kernel[grid](
                 x, *states, slots, parts, *layout.sizes, *statics, True, *tile, maxnreg=registers
             )
@@ -242,10 +233,6 @@ def masked_reduction_forward(
                 x, *results, slots, 1, *layout.sizes, *statics, False, *tile, maxnreg=registers
             )
     return Reduced(out, aux, counts)
-
-
-def _as_bool(reduced: Reduced) -> Reduced:
-    return Reduced(reduced.out.bool(), reduced.aux, reduced.counts)
 
 
 @lru_cache(maxsize=4096)
@@ -286,8 +273,10 @@ def masked_reduction_backward(
     block_rows, block_columns = layout.tile()
     tiles = layout.columns[0] * -(-layout.columns[1] // block_columns)
     programs = layout.rows[0] * -(-layout.rows[1] // block_rows) * tiles
+    from subtensors.kernels.padded.masked_reduction_kernel import reduction_backward_kernel
+
     with launching_on(x.device):
-        _kernels().reduction_backward_kernel[(programs,)](
+        reduction_backward_kernel[(programs,)](
             x, out.contiguous(), aux.contiguous(), g, result, layout.slot_arguments(lengths),
             *layout.sizes, layout.statics, layout.row_slots, "amax" if kind == "amin" else kind, float(p),
             block_rows, block_columns,

@@ -18,7 +18,7 @@ rows are few is cut into parts, one program each, whose states a second kernel m
 from __future__ import annotations
 
 from subtensors.kernels.padded.masked_kernel import column_bounds, elements_inside, exp, rows_inside, rows_of
-from subtensors.kernels.runtime.tile_math_kernel import div, sqrt
+from subtensors.kernels.runtime.tile_math_kernel import div, larger, multiply, sqrt
 from subtensors.kernels.runtime.triton_compat import libdevice, tl, triton
 
 INFINITY = tl.constexpr(float("inf"))
@@ -31,16 +31,6 @@ def _lowest(dtype: tl.constexpr):
         return -9223372036854775808
     else:
         return float("-inf")
-
-
-@triton.jit
-def _largest(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _multiply(a, b):
-    return a * b
 
 
 @triton.jit
@@ -99,11 +89,11 @@ def _absorb(
         a += tl.sum(_by_lane(_where_valid(x, valid, 0, FULL), LANES), 1)
     elif KIND == "prod":
         b += tl.sum(_by_lane((valid & (x == 0)).to(b.dtype), LANES), 1)
-        a *= tl.reduce(_by_lane(tl.where(valid & (x != 0), x, 1), LANES), 1, _multiply)
+        a *= tl.reduce(_by_lane(tl.where(valid & (x != 0), x, 1), LANES), 1, multiply)
     elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
         x = tl.abs(x) if KIND == "norm" else x
         tile = _by_lane(_where_valid(x, valid, _lowest(a.dtype), FULL), LANES)
-        higher = _largest(a, tl.reduce(tile, 1, _largest))
+        higher = larger(a, tl.reduce(tile, 1, larger))
         if TIES:
             ties = tile == tl.expand_dims(higher, 1)
             if not FULL:
@@ -113,7 +103,7 @@ def _absorb(
     elif KIND == "logsumexp":
         # Padding adds exp(-inf - shift) = 0.
         tile = _by_lane(_where_valid(x, valid, float("-inf"), FULL), LANES)
-        higher = _largest(a, tl.reduce(tile, 1, _largest))
+        higher = larger(a, tl.reduce(tile, 1, larger))
         shift = tl.where(tl.abs(higher) == INFINITY, 0.0, higher)
         b = b * exp(a - shift, FAST) + tl.sum(exp(tile - tl.expand_dims(shift, 1), FAST), 1)
         a = higher
@@ -152,12 +142,12 @@ def _merge(KIND: tl.constexpr, P: tl.constexpr, a, b, n, FAST: tl.constexpr):
     """Merge the states of all lanes of a row, (BM, 1)."""
     count = _total(n.to(tl.int64))
     if KIND == "prod":
-        return tl.reduce(a, 1, _multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
+        return tl.reduce(a, 1, multiply, keep_dims=True), tl.sum(b, 1, keep_dims=True), count
     elif KIND == "amax" or (KIND == "norm" and P == INFINITY):
-        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        highest = tl.reduce(a, 1, larger, keep_dims=True)
         return highest, tl.sum(tl.where(a == highest, b, 0), 1, keep_dims=True), count
     elif KIND == "logsumexp":
-        highest = tl.reduce(a, 1, _largest, keep_dims=True)
+        highest = tl.reduce(a, 1, larger, keep_dims=True)
         shift = tl.where(tl.abs(highest) == INFINITY, 0.0, highest)
         lanes = tl.where(tl.abs(a) == INFINITY, 0.0, a)
         return highest, tl.sum(b * exp(lanes - shift, FAST), 1, keep_dims=True), count

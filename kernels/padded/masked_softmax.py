@@ -12,8 +12,6 @@ contents of the padding never enter a result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,14 +22,6 @@ from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
 MAX_ONE_PASS_ELEMENTS = 16384
 """The largest tile of whole rows that a program holds; longer rows are read twice."""
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Import the kernels, and Triton with them, at the first launch."""
-    from subtensors.kernels.padded import masked_softmax_kernel
-
-    return masked_softmax_kernel
 
 
 def masked_softmax_reference(
@@ -69,8 +59,10 @@ def masked_softmax_forward(
     one_pass = layout.fits_whole_rows(MAX_ONE_PASS_ELEMENTS)
     block_rows, block_columns, num_warps = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+    from subtensors.kernels.padded.masked_softmax_kernel import softmax_kernel
+
     with launching_on(x.device):
-        _kernels().softmax_kernel[(programs,)](
+        softmax_kernel[(programs,)](
             x, y, layout.slot_arguments(lengths), *layout.sizes, layout.statics, layout.row_slots, is_log, one_pass,
             block_rows, block_columns, float(fill), num_warps=num_warps,
         )  # fmt: skip
@@ -98,8 +90,10 @@ def masked_softmax_backward(
     one_pass = layout.fits_whole_rows(MAX_ONE_PASS_ELEMENTS)
     block_rows, block_columns, num_warps = layout.whole_rows() if one_pass else (*layout.tile(), 4)
     programs = layout.rows[0] * -(-layout.rows[1] // block_rows)
+    from subtensors.kernels.padded.masked_softmax_kernel import softmax_backward_kernel
+
     with launching_on(y.device):
-        _kernels().softmax_backward_kernel[(programs,)](
+        softmax_backward_kernel[(programs,)](
             gradient, y, result, layout.slot_arguments(lengths), *layout.sizes, layout.statics, layout.row_slots,
             is_log, one_pass, block_rows, block_columns, num_warps=num_warps,
         )  # fmt: skip

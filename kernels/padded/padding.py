@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,23 +23,15 @@ DimTriple = tuple[int, "int | Tensor", int]
 """A dimension as the kernel takes it: padded size, true size, stride in the dense tensor."""
 
 
-@cache
-def _kernels() -> ModuleType:
-    """Import the kernels, and Triton with them, at the first launch."""
-    from subtensors.kernels.padded import padding_kernel
-
-    return padding_kernel
-
-
 def pad_reference(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """Compute `pad` in torch ops."""
+    """Compute `pad_dense` in torch ops."""
     padded = dense.new_full(shape, value)
     padded[tuple(map(slice, dense.shape))] = dense
     return padded
 
 
 def unpad_reference(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """Compute `unpad` in torch ops."""
+    """Compute `unpad_dense` in torch ops."""
     return padded[tuple(map(slice, size))].contiguous()
 
 
@@ -69,16 +58,7 @@ def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total
 
 
 def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
-    """Put `dense` at the start of a tensor of this shape, with `value` elsewhere.
-
-    Args:
-        dense: of any strides.
-        shape: as many sizes, none smaller.
-        value: the value of the padding.
-
-    Returns:
-        Contiguous, of the dtype of `dense`.
-    """
+    """Compute `padding_ops.pad_to` with the kernel."""
     padded = dense.new_empty(shape)
     dims = _merged_dims([*zip(shape, dense.shape, dense.stride(), strict=True)])
     _launch(dense, None, padded, dims, value, batch=None, unpad=False)
@@ -86,7 +66,7 @@ def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
 
 
 def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """Copy the start of a padded tensor, of this size, to a contiguous tensor."""
+    """Compute `padding_ops.unpad_to` with the kernel."""
     dense = padded.new_empty(size)
     dims = _merged_dims([*zip(padded.shape, size, dense.stride(), strict=True)])
     _launch(dense, None, padded.contiguous(), dims, 0.0, batch=None, unpad=True)
@@ -94,14 +74,7 @@ def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def pad_ragged(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
-    """Pad a ragged batch whose rows are concatenated.
-
-    Args:
-        values: (total,) the elements of every row, each row contiguous.
-        shape: of the result, (B, ...).
-        lengths: its ragged dimensions, sizes (B,) each.
-        value: in the padding.
-    """
+    """Compute `padding_ops.pad_values` with the kernel."""
     padded = values.new_empty(shape)
     _launch(values, None, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
     return padded
@@ -110,34 +83,24 @@ def pad_ragged(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
 def pad_rows(
     rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
-    """Pad a ragged batch of one tensor for each row; arguments as of `pad_ragged`.
+    """Compute `padding_ops.pad_list` with the kernel.
 
-    The kernel reads rows through a table of their addresses. In a captured CUDA graph that table is a constant: a
+    It reads rows through a table of their addresses. In a captured CUDA graph that table is a constant: a
     replay reads the same memory.
     """
     contiguous = [row.contiguous() for row in rows]
     padded = rows[0].new_empty(shape)
-    addresses = to_device(_addresses(contiguous), padded.device)
+    addresses = to_device(np.asarray([row.data_ptr() for row in contiguous], dtype=np.int64), padded.device)
     _launch(contiguous[0], addresses, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
     return padded
 
 
 def unpad_ragged(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
-    """Concatenate the valid elements of a ragged batch, row after row: (total,).
-
-    Args:
-        padded: (B, ...).
-        lengths: the ragged dimensions, sizes (B,) each.
-        total: the number of valid elements, which the host has to know to allocate the result.
-    """
+    """Compute `padding_ops.unpad_values` with the kernel."""
     values = padded.new_empty(total)
     dims = _ragged_dims(padded.shape, lengths)
     _launch(values, None, padded.contiguous(), dims, 0.0, batch=padded.shape[0], unpad=True)
     return values
-
-
-def _addresses(rows: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-    return np.asarray([row.data_ptr() for row in rows], dtype=np.int64)
 
 
 def _ragged_dims(shape: Sequence[int], lengths: Sequence[ValidLength]) -> list[DimTriple]:
@@ -181,8 +144,10 @@ def _launch(
     fill = value if dense.dtype.is_floating_point else int(value)
     # A tensor without dimensions gets one of a single element.
     inner_first = tuple(reversed(dims)) or ((1, 1, 1),)
+    from subtensors.kernels.padded.padding_kernel import pad_kernel
+
     with launching_on(padded.device):
-        _kernels().pad_kernel[(-(-rows // block_rows) * -(-columns // block_columns),)](
+        pad_kernel[(-(-rows // block_rows) * -(-columns // block_columns),)](
             memory[0], dense if addresses is None else addresses, memory[1], inner_first, rows, columns, batch_rows,
             tuple(isinstance(true, Tensor) for _, true, _ in inner_first), batch is not None, addresses is not None,
             unpad, block_rows, block_columns, span, fill,

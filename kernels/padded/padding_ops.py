@@ -150,25 +150,17 @@ torch.library.register_autograd("subtensors::pad_to", _pad_gradient, setup_conte
 torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_context=_shape_context)
 
 
-def _unpad_fake(padded: Tensor, d: object, s: object, b: object, total: int) -> Tensor:
-    return padded.new_empty(total)
-
-
-def _list_fake(rows: Sequence[Tensor], shape: Sequence[int], *_: object) -> Tensor:
-    return rows[0].new_empty(shape)
-
-
 define_kernel(
     "pad_values", f"Tensor values, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_ragged,
     padding.pad_ragged_reference, _of_shape, DTYPES,
 )  # fmt: skip
 define_kernel(
     "unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor", padding.unpad_ragged,
-    padding.unpad_ragged_reference, _unpad_fake, DTYPES,
+    padding.unpad_ragged_reference, lambda padded, d, s, b, total: padded.new_empty(total), DTYPES,
 )  # fmt: skip
 define_kernel(
     "pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_rows,
-    padding.pad_rows_reference, _list_fake, DTYPES,
+    padding.pad_rows_reference, lambda rows, shape, *_: rows[0].new_empty(shape), DTYPES,
 )  # fmt: skip
 
 

@@ -118,12 +118,10 @@ def materialize(x: Tensor) -> Tensor:
     return out
 
 
-def _materialize(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _materialize_fake(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-define("materialize", "Tensor x", "Tensor", _materialize, _materialize_fake)
+define(
+    "materialize",
+    "Tensor x",
+    "Tensor",
+    lambda x: x.clone(memory_format=torch.contiguous_format),
+    lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+)

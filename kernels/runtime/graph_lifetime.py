@@ -52,11 +52,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def keep_with_graph(memory: object) -> None:
-    """Keep an object alive until the graph that the current stream is captured into has died.
-
-    Args:
-        memory: tensors, or an object that refers to them.
-    """
+    """Keep tensors, or an object that refers to them, until the graph that the stream is captured into has died."""
     with _changing:
         dead = [semaphore for semaphore, _ in _kept if _is_posted(semaphore)]
         if dead:
@@ -73,11 +69,6 @@ def drop_unused() -> None:
         unused = _unused[:]
         _unused.clear()
     del unused  # whose finalizers may come back here
-
-
-def kept_count() -> int:
-    """Return the number of objects that are kept for graphs, as of the last check."""
-    return len(_kept)
 
 
 def _new_semaphore() -> int:

@@ -109,13 +109,6 @@ class JitKernel(Protocol):
         ...
 
 
-class _LaunchHooks(Protocol):
-    """`triton.knobs.runtime`."""
-
-    launch_enter_hook: object
-    launch_exit_hook: object
-
-
 def prepare_launch(compiled: CompiledKernel, programs: int) -> Launch:
     """Load a kernel, and return a function that launches `programs` programs of it.
 
@@ -133,7 +126,7 @@ def prepare_launch(compiled: CompiledKernel, programs: int) -> Launch:
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(*arguments: object, stream: int) -> None:
-        if _has_hooks(knobs.runtime):
+        if _is_hooked(knobs.runtime.launch_enter_hook) or _is_hooked(knobs.runtime.launch_exit_hook):
             described(*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
@@ -141,10 +134,9 @@ def prepare_launch(compiled: CompiledKernel, programs: int) -> Launch:
     return launch
 
 
-def _has_hooks(runtime: _LaunchHooks) -> bool:
-    """Return whether Triton has launch hooks to call: each is a chain with a list of `calls`, a function, or None."""
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _is_hooked(hook: object) -> bool:
+    """Return whether a launch hook of Triton has anything to call: it is a chain with `calls`, a function, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 class CachedLauncher:

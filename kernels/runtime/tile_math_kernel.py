@@ -114,8 +114,15 @@ def stochastic_round(x, seed, tile, tensor, SALT: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _multiply(a, b):
+def multiply(a, b):
+    """Return the product, for `tl.reduce`."""
     return a * b
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger number, for `tl.reduce`; NaN if one is, as in torch."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -127,7 +134,7 @@ def tile_sum(x):
 @triton.jit
 def tile_prod(x):
     """Return the product of a tile."""
-    return tl.reduce(x, 0, _multiply)
+    return tl.reduce(x, 0, multiply)
 
 
 @triton.jit

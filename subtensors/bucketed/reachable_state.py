@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subtensors.dispatch.fused.read_values import function_of, is_library, names_in
+from subtensors.dispatch.fused.errors import is_library
+from subtensors.dispatch.fused.read_values import function_of, names_in
 from subtensors.dispatch.graphs.capture import Generator
 from subtensors.dispatch.graphs.guards import is_plain
 from subtensors.dispatch.ops.lazy_storage import is_lazy

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from subtensors.bucketed.reachable_state import ReachableState
-from subtensors.dispatch.fused.read_values import is_library
+from subtensors.dispatch.fused.errors import is_library
 from subtensors.dispatch.graphs.dynamic_scalars import DynamicScalars
 from subtensors.dispatch.graphs.guards import TensorSnapshot, ValueSnapshot, are_same, exact, is_plain
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident

@@ -11,22 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from subtensors import dispatch, kernels
 from subtensors.bucketed.runner import Bucketed
+from subtensors.dispatch.fused.errors import is_library
 from subtensors.optim import Optimizer
 from subtensors.static.arena import Arena
 
 WIDTH = 80
 """Columns of the report, where no word is longer."""
-
-LIBRARIES = (
-    str(Path(__file__).resolve().parents[1]),
-    *(str(Path(str(library.__file__)).resolve().parent) for library in (dispatch, kernels, torch)),
-    "<",
-)
-"""How the names of files begin that are no part of a user's program."""
 
 
 class Notes(logging.Handler):
@@ -113,10 +104,8 @@ def _fill(text: str, indent: str) -> str:
 
 def _line_of_program() -> str:
     """Return the file and line of the innermost frame that is neither the library's nor torch's."""
-    for frame in reversed(traceback.extract_stack()):
-        name = frame.filename
-        if not str(Path(name).resolve() if not name.startswith("<") else name).startswith(LIBRARIES) and (
-            Path(name).parent != Path(logging.__file__).parent
-        ):
-            return f"{Path(name).name}:{frame.lineno}"
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        path = frame.f_code.co_filename
+        if not path.startswith("<") and not is_library(frame.f_globals.get("__name__")):
+            return f"{Path(path).name}:{line}"
     return "in torch"

@@ -60,7 +60,7 @@ def check_fused(device: str) -> str:
     plain = [[t.clone() for t in tensors] for tensors in lists]
     step, (p, g, buf) = st.fused(momentum_step), map(st.TensorList, lists)
     step(p, g, buf, lr=0.1)
-    path = _path_of_math(st.explain(step, p, g, buf, lr=0.1))
+    path = "one Triton kernel" if "kernel" in st.explain(step, p, g, buf, lr=0.1) else "generated torch code"
     for row, copies in zip(zip(*lists, strict=True), zip(*plain, strict=True), strict=True):
         momentum_step(*copies, lr=0.1)
         _same(row[0], copies[0])
@@ -122,11 +122,6 @@ CHECKS: Mapping[str, Check] = {
     "Static, Arena": check_arena,
 }
 """The test of each type, by the name that the report has for it."""
-
-
-def _path_of_math(explanation: str) -> str:
-    """Return how fused math ran, from its explanation."""
-    return "one Triton kernel" if "kernel" in explanation else "generated torch code"
 
 
 def _same(ours: Tensor, plain: Tensor) -> None:

@@ -61,15 +61,9 @@ def _arguments(
     numbers: Sequence[PyTree],
     spread: bool,
 ) -> tuple[Args, Kwargs]:
-    """The arguments of the fused function.
+    """The arguments of the fused function, from those of `subtensors::fused`.
 
-    Args:
-        signature: the name of the call.
-        count: the elements of each list.
-        writes: the tensors or lists that the call writes.
-        reads: the other tensors or lists.
-        numbers: the dynamic scalars.
-        spread: True if `writes` and `reads` hold the elements of each list rather than the list.
+    With `spread`, `writes` and `reads` hold the `count` elements of each list, rather than the lists.
     """
     _, kinds, names, written, _ = compiled_calls[signature]
     sources = {True: iter(writes), False: iter(reads)}

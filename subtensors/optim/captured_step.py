@@ -234,7 +234,7 @@ class CapturedStep:
         if self.recording is not None:
             if any(numbers[i] != self.numbers[index][i] for i in self.constant_numbers[index]):
                 return CONSTANT_NUMBER
-            self.recording.set_numbers(self._sources[index], numbers, hosts)
+            self.recording.scalars.set(self._sources[index], numbers, hosts)
         self.options[index] = dict(group) if self.groups[index].values else {}
         return ""
 

@@ -122,16 +122,19 @@ class RangeAllocator:
             del self._used[start]
             self._free.free(start, size)
 
+    def parts(self) -> dict[int, int]:
+        """Return the sizes of the parts in use, by their offsets."""
+        self.free_dropped()
+        return self._used
+
     def chunks_in_use(self) -> list[int]:
         """Return the chunks under parts in use, in order."""
-        self.free_dropped()
-        return sorted({chunk for start, size in self._used.items() for chunk in self._chunks_under(start, size)})
+        return sorted({chunk for start, size in self.parts().items() for chunk in self._chunks_under(start, size)})
 
     def runs_in_use(self) -> Iterator[tuple[int, int, int]]:
         """Yield (chunk, start, size) of the parts in use, merged where they touch and split at chunks, in order."""
-        self.free_dropped()
         merged: list[list[int]] = []
-        for start, size in sorted(self._used.items()):
+        for start, size in sorted(self.parts().items()):
             if merged and merged[-1][1] == start:
                 merged[-1][1] = start + size
             else:
@@ -140,11 +143,6 @@ class RangeAllocator:
             for chunk in self._chunks_under(start, end - start):
                 low, high = max(start, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 yield chunk, low, high - low
-
-    def starts(self) -> list[int]:
-        """Return the offsets of the parts in use."""
-        self.free_dropped()
-        return list(self._used)
 
     def map_chunk(self, chunk: int) -> None:
         """Map memory under a chunk that has none."""
@@ -173,8 +171,7 @@ class RangeAllocator:
     @property
     def used_bytes(self) -> int:
         """The sizes of all parts, alignment included."""
-        self.free_dropped()
-        return sum(self._used.values())
+        return sum(self.parts().values())
 
     def _chunks_under(self, start: int, size: int) -> range:
         return range(start // self.chunk, -(-(start + size) // self.chunk))

@@ -169,7 +169,6 @@ class Arena(Constructors):
             self._refuse_captures()
             deferred_finalizers.run_deferred()
             self._contents.load()
-            self._contents.forget()
             self._release.restore()
             self._release = None
 
@@ -226,10 +225,10 @@ class Arena(Constructors):
     def explain(self) -> str:
         """Describe how much is reserved, mapped, allocated and kept on the host; `st.explain(arena)` returns this."""
         with self._lock:
-            state, count = "released" if self.released else "resident", len(self._allocator.starts())
+            state, count = "released" if self.released else "resident", len(self._allocator.parts())
             reserved, chunk, mapped, used, host = map(
                 format_bytes,
-                (self.reserved, self._allocator.chunk, self.mapped, self.used, self._contents.host_bytes),
+                (self.reserved, self._allocator.chunk, self.mapped, self.used, self._contents.pages.size),
             )
         return "\n".join(
             [
@@ -319,7 +318,7 @@ class Arena(Constructors):
         tensor = census.referenced_from_cpp()
         subject = f"a tensor of shape {tuple(tensor.shape)}" if tensor is not None else ""
         known = census.storage_addresses | segments_of(self)
-        if not subject and any(self.address + start not in known for start in self._allocator.starts()):
+        if not subject and any(self.address + start not in known for start in self._allocator.parts()):
             subject = "memory without a Python tensor"
         if subject:
             hidden = "; if gc.freeze() hides its tensors, call gc.unfreeze() before" if gc.get_freeze_count() else ""

@@ -104,7 +104,7 @@ class HostCopy:
     def __init__(self, allocator: RangeAllocator, device: torch.device) -> None:
         self._allocator = allocator
         self._device = device
-        self._pages = HostPages(device)
+        self.pages = HostPages(device)
         self._saved: dict[int, list[tuple[int, int, int]]] = {}
         """For each chunk its runs: (start, size, offset on the host)."""
 
@@ -116,20 +116,20 @@ class HostCopy:
             saved.setdefault(chunk, []).append((start, size, host_offset))
             host_offset += size
         try:
-            self._pages.grow(host_offset)
+            self.pages.grow(host_offset)
             for runs in saved.values():
                 for run in runs:
                     self._copy(*run, to_host=True)
         except BaseException:
             self.wait()
-            self._pages.wait()
+            self.pages.wait()
             self.trim()  # pages that failed are allocated again the next time
             raise
         self.wait()
         self._saved = saved
 
     def load(self) -> None:
-        """Map the chunks in use, and copy the saved contents back: a chunk is copied while the next one is mapped.
+        """Map the chunks in use, and move the saved contents back: a chunk is copied while the next one is mapped.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory; MemoryError on a CPU. The contents stay saved, and
@@ -141,24 +141,16 @@ class HostCopy:
                 for run in self._saved.get(chunk, ()):
                     self._copy(*run, to_host=False)
             self.wait()
+            self._saved = {}  # whose host memory is kept for the next time
         except BaseException:
             self.wait()
             self._allocator.unmap_all()
             raise
 
-    def forget(self) -> None:
-        """Discard the saved contents; their host memory is kept for the next time."""
-        self._saved = {}
-
     def trim(self) -> None:
         """Free the host memory, unless contents are saved in it."""
         if not self._saved:
-            self._pages = HostPages(self._device)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of allocated host memory."""
-        return self._pages.size
+            self.pages = HostPages(self._device)
 
     def wait(self) -> None:
         """Wait until the device is idle."""
@@ -171,7 +163,7 @@ class HostCopy:
         self._allocator.close()
 
     def _copy(self, start: int, size: int, host_offset: int, to_host: bool) -> None:
-        for part in self._pages.parts(host_offset, size):
+        for part in self.pages.parts(host_offset, size):
             resident = tensor_from_address(
                 self._allocator.memory.address + start, part.numel(), self._device, self._allocator
             )

@@ -52,7 +52,7 @@ def keeps_address(func: Callable[..., object], args: Args, kwargs: Kwargs) -> bo
     """Return whether a call of a relocating op leaves the tensor in place, as `module.to(its own device)` does."""
     tensor, rest = args[0], args[1:]
     if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-        return same_memory(tensor, rest[0])
+        return tensor_properties(tensor) == tensor_properties(rest[0])
     if RELOCATING_OPS[func][0] == "resize_":
         size: Args = rest[0] if rest and not isinstance(rest[0], int) else rest
         return tuple(kwargs.get("size", size)) == tuple(tensor.shape)
@@ -62,11 +62,6 @@ def keeps_address(func: Callable[..., object], args: Args, kwargs: Kwargs) -> bo
     if RELOCATING_OPS[func][0] == "resize_as_":
         return bool((rest[0] if rest else kwargs["the_template"]).shape == tensor.shape)
     return bool(func == Tensor.share_memory_ and tensor.is_cuda)
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same memory, layout, dtype and device."""
-    return tensor_properties(a) == tensor_properties(b)
 
 
 # These return a new tensor with the same values, so the result is static too, at an address of its own.
@@ -152,7 +147,7 @@ class StaticAddressTensor(_ReadAsPlain):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not same_memory(self, value):
+        if tensor_properties(self) != tensor_properties(value):
             _refuse(self, ".data =", COPY)
 
     def detach(self) -> Tensor:

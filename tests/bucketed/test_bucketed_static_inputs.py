@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import subtensors as st
 from subtensors.kernels.graph_inputs import inputs
-from subtensors.kernels.graph_inputs.inputs import InputLoader, LoadKernel, load_inputs_reference
+from subtensors.kernels.graph_inputs.inputs import InputLoader, load_inputs_reference
 from subtensors.kernels.runtime.async_compile import CompiledKernel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -58,8 +58,8 @@ def test_static_inputs_hold_the_sources_and_zeros(
     expected = [torch.ones_like(t) for t in targets]
     wanted_sizes = torch.empty_like(true_sizes)
     load_inputs_reference(sources, expected, sizes, wanted_sizes)
-    walk = LoadKernel(targets, [which for _, which, _ in inputs], true_sizes)
-    walk(sources, tuple(sizes))
+    loader = InputLoader(targets, [which for _, which, _ in inputs], true_sizes)
+    loader.run_kernel(sources, tuple(sizes))
     assert true_sizes.tolist() == sizes == wanted_sizes.tolist()
     for target, wanted in zip(targets, expected, strict=True):
         assert torch.equal(target, wanted)
@@ -72,7 +72,7 @@ def test_conjugates_and_negatives_are_loaded_as_resolved_values(device: str) -> 
     sources = [x, x.conj(), x.conj().imag, x[:2].conj()]
     targets = [torch.ones(4, dtype=source.dtype, device=device) for source in sources]
     sizes = torch.zeros(2, dtype=torch.int64, device=device)
-    LoadKernel(targets, [[0], [0], [0], [1]], sizes)(sources, (3, 2))
+    InputLoader(targets, [[0], [0], [0], [1]], sizes).run_kernel(sources, (3, 2))
     for source, target in zip(sources, targets, strict=True):
         assert target.tolist() == [*source.tolist(), *[0] * (4 - len(source))]
 
@@ -92,8 +92,7 @@ def test_inputs_are_loaded_where_their_kernel_can_not_be(
     monkeypatch.setattr(inputs, "compile_async", lambda compile: failed)
     target, sizes = torch.ones(4), torch.zeros(1, dtype=torch.int64)
     loader = InputLoader([target], [[0]], sizes)
-    loader.kernel = LoadKernel([target], [[0]], sizes)
-    loader.kernel._compiled = inputs._compiled.__wrapped__(loader.kernel._constants, target.device, 1)
+    loader._compiled = inputs._compiled.__wrapped__(loader._constants, target.device, 1)
     for n in (3, 2):
         loader([torch.full((n,), 5.0)], (n,))
         assert (target.tolist(), sizes.tolist()) == ([5.0] * n + [0.0] * (4 - n), [n])

@@ -35,7 +35,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     yield is_on
     is_on[0] = False
     deferred_finalizers.run_deferred()
-    assert deferred_finalizers.deferred_count() == 0
+    assert len(deferred_finalizers._deferred) == 0
 
 
 def deleted_released_arena() -> weakref.ref[Any]:
@@ -52,13 +52,13 @@ def test_an_arena_collected_during_a_capture_is_freed_after_it(capture: list[boo
     capture[0] = True
     gc.collect()
     assert memory() is not None
-    deferred = deferred_finalizers.deferred_count()
+    deferred = len(deferred_finalizers._deferred)
     assert deferred > 0
     gc.collect()
-    assert deferred_finalizers.deferred_count() == deferred
+    assert len(deferred_finalizers._deferred) == deferred
     capture[0] = False
     gc.collect()
-    assert deferred_finalizers.deferred_count() == 0
+    assert len(deferred_finalizers._deferred) == 0
     assert memory() is None
     assert deferred_finalizers._after_collection not in gc.callbacks
 
@@ -167,10 +167,10 @@ def test_the_graph_of_a_deleted_recording_is_destroyed_after_a_capture(capture: 
     capture[0] = True
     del recording
     gc.collect()
-    assert len(runs) == deferred_finalizers.deferred_count() == 1
+    assert len(runs) == len(deferred_finalizers._deferred) == 1
     capture[0] = False
     gc.collect()
-    assert len(runs) == deferred_finalizers.deferred_count() == 0
+    assert len(runs) == len(deferred_finalizers._deferred) == 0
 
 
 @pytest.mark.gpu
@@ -248,11 +248,11 @@ def test_a_users_capture_survives_optimizers_with_graphs_deleted_during_it(mode:
         x.add_(1)
         optimizers.clear()
         gc.collect()
-        assert deferred_finalizers.deferred_count() >= 1  # with those of other tests
+        assert len(deferred_finalizers._deferred) >= 1  # with those of other tests
     graph.replay()
     assert x.tolist() == [1.0] * 8
     gc.collect()
-    assert deferred_finalizers.deferred_count() == 0
+    assert len(deferred_finalizers._deferred) == 0
 
 
 @pytest.mark.gpu

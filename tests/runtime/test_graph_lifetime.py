@@ -27,7 +27,7 @@ def test_the_memory_of_a_dead_graph_is_dropped_when_nothing_is_captured(monkeypa
     graph_lifetime._c_library().sem_post(graph_lifetime.ctypes.c_void_p(graphs[0]))
     del first, second, objects
     graph_lifetime.keep_with_graph(third)
-    assert graph_lifetime.kept_count() == 2
+    assert len(graph_lifetime._kept) == 2
     assert all(reference() is not None for reference in alive)
     graph_lifetime.drop_unused()
     assert [reference() is None for reference in alive] == [True, False, False]
@@ -43,7 +43,7 @@ def test_without_user_objects_memory_is_kept_and_a_warning_is_logged(
     monkeypatch.setattr(graph_lifetime, "_kept", [])
     for _ in range(3):
         graph_lifetime.keep_with_graph(Memory())
-    assert graph_lifetime.kept_count() == 3
+    assert len(graph_lifetime._kept) == 3
     assert "never freed: no user objects" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_repeated_captures_keep_only_the_memory_of_living_graphs(warm_up: bool) 
         torch.cuda.synchronize()
         del graph
         gc.collect()
-        counts.append(graph_lifetime.kept_count())
+        counts.append(len(graph_lifetime._kept))
         add(p, 0.0)
     assert counts[1:] == [counts[1]] * 7
     living.replay()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from subtensors.kernels.graph_inputs.inputs import LoadKernel
+from subtensors.kernels.graph_inputs.inputs import InputLoader
 from subtensors.kernels.padded import masked_norm, masked_norm_kernel, masked_ops
 from subtensors.kernels.runtime import async_compile, launcher
 from subtensors.kernels.runtime.async_compile import CompilePending, use_reference_while_compiling
@@ -59,8 +59,8 @@ def test_a_launch_goes_through_triton_only_while_there_are_hooks(monkeypatch: py
 def test_launch_hooks_are_called_for_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     target, sizes = torch.ones(2, 4, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     source = torch.full((2, 3), 5.0, device="cuda")
-    load = LoadKernel([target], [[-1, 0]], sizes)
-    load([source], (3,))
+    load = InputLoader([target], [[-1, 0]], sizes)
+    load.run_kernel([source], (3,))
     compiled = load._compiled.result()
     described, calls = [], []
     original = type(compiled).launch_metadata
@@ -70,7 +70,7 @@ def test_launch_hooks_are_called_for_each_launch(monkeypatch: pytest.MonkeyPatch
             triton.knobs.runtime.launch_enter_hook.add(calls.append)
         target.fill_(float("nan"))
         try:
-            load([source], (3,))
+            load.run_kernel([source], (3,))
         finally:
             triton.knobs.runtime.launch_enter_hook.remove(calls.append)
         assert target.tolist() == [[5, 5, 5, 0]] * 2

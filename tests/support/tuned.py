@@ -9,7 +9,7 @@ import torch
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.kernels.fused import tuning, tuning_cache
+from subtensors.kernels.fused import tuning
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Shape
 
@@ -44,7 +44,7 @@ class FakeGPU:
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop the choices of this process."""
     monkeypatch.setattr(tuning, "_chosen", {})
-    tuning_cache._warn_once.cache_clear()
+    tuning._warn_once.cache_clear()
 
 
 def tilings(fusion: FusedFunction) -> list[Tiling]:

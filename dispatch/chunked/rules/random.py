@@ -84,7 +84,7 @@ def _draw_by_seed(
         state = capture.rng_state(device)
         try:
             for row in range(span[0], span[1], block):
-                capture.seed_rng(device, seed + row)
+                capture.generator_of(device).manual_seed(seed + row)
                 if span[1] - span[0] <= block:
                     return op(*args, **kwargs)
                 begin, end = layout.window((row, min(row + block, span[1])))

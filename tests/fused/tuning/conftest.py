@@ -8,7 +8,7 @@ import pytest
 import torch
 from tuned import FASTEST, FakeGPU, another_process
 
-from subtensors.kernels.fused import tuning, tuning_cache
+from subtensors.kernels.fused import tuning
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     fake.times[FASTEST] = [5.0]
     monkeypatch.setattr(tuning, "_is_gpu", lambda device: True)
     monkeypatch.setattr(tuning, "_why_not_measurable", lambda program, device: "")
-    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "a GPU (9.0)")
+    monkeypatch.setattr(tuning, "device_kind", lambda device: "a GPU (9.0)")
     monkeypatch.setattr(tuning, "_budget", lambda device: 2000)
     monkeypatch.setattr(tuning, "seconds", fake.seconds)
     return fake

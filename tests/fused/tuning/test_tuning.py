@@ -22,7 +22,7 @@ from tuned import (
 
 from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
-from subtensors.kernels.fused import tuning, tuning_cache
+from subtensors.kernels.fused import tuning
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.kernels.fused.program import Instruction, Parameter, Program, Ref, Scalar, Shape
 from subtensors.kernels.fused.tuning import CANDIDATES, tune, tuned_tiling
@@ -134,7 +134,7 @@ def test_a_choice_does_not_depend_on_the_name_of_the_function(gpu: FakeGPU) -> N
 
 def test_a_choice_is_for_one_kind_of_device(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(program(), CPU)
-    monkeypatch.setattr(tuning_cache, "device_kind", lambda device: "another GPU (9.0)")
+    monkeypatch.setattr(tuning, "device_kind", lambda device: "another GPU (9.0)")
     assert tuned_tiling(program(), CPU) == Tiling()
 
 

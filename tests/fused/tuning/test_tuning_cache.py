@@ -22,7 +22,7 @@ from tuned import (
     program,
 )
 
-from subtensors.kernels.fused import tuning_cache
+from subtensors.kernels.fused import tuning
 from subtensors.kernels.fused.launch import Tiling
 from subtensors.kernels.fused.tuning import CANDIDATES, tune, tuned_tiling
 
@@ -55,7 +55,7 @@ NO_CHOICES += ['{"block": 1048576, "warps": 2}']
 def test_a_file_that_is_no_choice_is_ignored_and_reported_once(
     gpu: FakeGPU, folder: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = folder / f"tiling-{tuning_cache.tuning_key(program(), CPU)}.json"
+    path = folder / f"tiling-{tuning.tuning_key(program(), CPU)}.json"
     folder.mkdir()
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert [tuned_tiling(program(), CPU) for _ in range(2)] == [Tiling()] * 2
@@ -94,20 +94,20 @@ def test_a_write_that_fails_leaves_nothing_behind(gpu: FakeGPU, monkeypatch: pyt
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuning_cache.os, "replace", fail)
+    monkeypatch.setattr(tuning.os, "replace", fail)
     assert tune(program(), CPU) == FASTEST
     assert list(folder.iterdir()) == []
 
 
 def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert tuning_cache.cache_folder() == tmp_path / "cache"
+    assert tuning.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SUBTENSORS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert tuning_cache.cache_folder() == tmp_path / "xdg" / "subtensors"
+    assert tuning.cache_folder() == tmp_path / "xdg" / "subtensors"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert tuning_cache.cache_folder() == tmp_path / ".cache" / "subtensors"
+        assert tuning.cache_folder() == tmp_path / ".cache" / "subtensors"
 
 
 def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_user_without_a_home_has_no_cache(gpu: FakeGPU, monkeypatch: pytest.Mo
 
     monkeypatch.delenv("SUBTENSORS_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tuning_cache.Path, "home", fail)
+    monkeypatch.setattr(tuning.Path, "home", fail)
     assert tuned_tiling(program(), CPU) == Tiling()
     assert tune(program(), CPU) == FASTEST
 
@@ -125,8 +125,8 @@ def write_often(folder: Path, block: int) -> None:
     gc.disable()  # the parent's garbage may hold CUDA tensors, and a forked process that frees one aborts
     for _ in range(100):
         # Rows of different lengths, so that a torn one does not parse.
-        tuning_cache.write(folder / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
-    tuning_cache.write(folder / f"tiling-{block}.json", {"block": block, "warps": 2})
+        tuning.write_choice(folder / "tiling-shared.json", {"block": block, "warps": 2, "program": "x" * block})
+    tuning.write_choice(folder / f"tiling-{block}.json", {"block": block, "warps": 2})
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of a fork, since Python 3.12
@@ -139,13 +139,13 @@ def test_processes_that_write_at_once_neither_mix_nor_lose_choices(
         writer.start()
     seen = set()
     while any(writer.is_alive() for writer in writers):
-        seen.add(tuning_cache.read(folder / "tiling-shared.json"))
+        seen.add(tuning.read_choice(folder / "tiling-shared.json"))
         time.sleep(0.001)
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen <= {None, Tiling(256, 2), Tiling(16384, 2)}
     assert not caplog.records
     assert sorted(path.name for path in folder.iterdir()) == [f"tiling-{n}.json" for n in ("16384", "256", "shared")]
-    assert [tuning_cache.read(folder / f"tiling-{block}.json") for block in (256, 16384)] == [
+    assert [tuning.read_choice(folder / f"tiling-{block}.json") for block in (256, 16384)] == [
         Tiling(256, 2),
         Tiling(16384, 2),
     ]
