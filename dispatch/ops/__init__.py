@@ -1,1 +1,3 @@
-"""The engine for aten ops: op classes, rule tables, the types that kernels read, errors."""
+"""The engine for aten ops: op classes, dimension maps, rule tables, errors. Its import fills the table of maps."""
+
+from subtensors.dispatch.ops import index_dims, product_dims, reduction_dims, sample_dims, view_dims  # noqa: F401

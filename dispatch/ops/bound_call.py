@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from torch._ops import OpOverload
 
-from subtensors.dispatch.ops.dim_table import dim_map
-from subtensors.dispatch.ops.dims import DimMap, Operand, argument_names
+from subtensors.dispatch.ops.dims import DimMap, Operand, argument_names, dim_map
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 from subtensors.dispatch.torch_internals.ops import schema_of
 

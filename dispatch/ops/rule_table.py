@@ -35,8 +35,7 @@ from typing import TypeVar
 from torch._ops import OpOverload, OpOverloadPacket
 
 from subtensors.dispatch.ops.bound_call import by_name
-from subtensors.dispatch.ops.dim_table import is_map, map_function
-from subtensors.dispatch.ops.dims import DimMap, MapFunction
+from subtensors.dispatch.ops.dims import DimMap, MapFunction, is_map, map_function
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
 from subtensors.dispatch.ops.tree import PyTree

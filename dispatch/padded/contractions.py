@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.dim_table import map_function
-from subtensors.dispatch.ops.dims import Label
+from subtensors.dispatch.ops.dims import Label, map_function
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree

@@ -18,7 +18,7 @@ from class_evidence.probes import PROBES, SaysNothing
 from class_evidence.sweep import attempt, quiet, recorded
 from torch._ops import OpOverload
 
-from subtensors.dispatch.ops.dim_table import map_function
+from subtensors.dispatch.ops.dims import map_function
 from subtensors.dispatch.ops.op_class_overrides import LISTED_CLASSES, SUPPLEMENT
 from subtensors.dispatch.ops.op_classes import OpClass, functional_form, is_in_place, op_class, overload_name
 

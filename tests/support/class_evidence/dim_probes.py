@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from class_evidence.calls import Call, holds_values
 from class_evidence.probes import SaysNothing, all_close
-from subtensors.dispatch.ops.dim_table import dim_map
-from subtensors.dispatch.ops.dims import DimMap, Labels
+from subtensors.dispatch.ops.dims import DimMap, Labels, dim_map
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.reduction_dims import LOGSUMEXP, SUM, monoid_of
 
