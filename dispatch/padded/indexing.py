@@ -73,7 +73,7 @@ def take_along_dim(call: PaddedCall, x: PaddedValue, indices: PaddedValue, dim: 
         raise UnsupportedCall("its index has another number of dims")
     d, single = (dim or 0) % x.dim(), static_dims([1])[0]
     dims, sizes = broadcast([PaddedValue(t.dense, tuple(with_dim(t.dims, d, single)), t.sizes) for t in (x, indices)])
-    if not (_differs_by_row(x, d) or d == x.rows_dim):
+    if not (_differs_by_row(x, d) or x.is_rows(d)):
         # Unlike gather, take_along_dim counts negative positions from the end.
         indices = indices.like(torch.where(indices.dense < 0, indices.dense + _last(x, d), indices.dense))
     x, indices = (expanded(t, with_dim(dims, d, t.dims[d]), sizes) for t in (x, indices))
@@ -247,7 +247,7 @@ def _integer_indices(x: PaddedValue, indices: Indices, slot: bool = False) -> tu
         if positions.dense.dtype in (torch.bool, torch.uint8):
             raise UnsupportedCall("how many positions a mask names depends on its values")
         dense = positions.dense
-        if x.is_padded(d) and d != x.rows_dim:
+        if x.is_padded(d) and not x.is_rows(d):
             ends = _end(x, d, indices)
             check_bounds(x, d, positions, ends)
             dense = in_bucket(x, d, counted_from_start(dense, ends, x.shape[d]))
@@ -268,7 +268,7 @@ def _end(x: PaddedValue, d: int, indices: Indices) -> Tensor | int:
     if not _differs_by_row(x, d):
         return _last(x, d)
     for e, positions in enumerate(indices):
-        if positions is not None and e == x.rows_dim:
+        if positions is not None and x.is_rows(e):
             return torch.as_tensor(x.size(d))[positions.filled(0)]
     raise UnsupportedCall("negative positions of a ragged dim count from different ends")
 

@@ -26,6 +26,8 @@ from subtensors.dispatch.padded.padded_value import (
     result,
     unpadded_value,
 )
+from subtensors.dispatch.padded.positions import ranks
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import is_prefix, size_of, static_dims, with_dim
 from subtensors.dispatch.torch_internals.dispatcher import is_traced, without_modes
 from subtensors.kernels.runtime.custom_ops import max_value, min_value
@@ -38,13 +40,23 @@ def sort_valid_first(x: PaddedValue, d: int, descending: bool = False) -> tuple[
 
     Padding that equals a valid element stays behind it, since the sort is stable and the valid positions come first.
     """
-    if not is_prefix(x.dims[d]):
-        if x.sizes is not None and x.sizes.rows is not None:
+    mixes_rows = _mixes_rows(x, d)
+    if mixes_rows or ranks(x, d) is not None:
+        if mixes_rows or (x.sizes is not None and x.sizes.rows is not None):
             raise UnsupportedCall("the sorted positions of a flattened dim would be of rows of different lengths")
         raise ScatteredDim(x, d)
     last = min_value(x.dense.dtype) if descending else _above_all(x.dense.dtype)
     values, positions = torch.sort(x.filled(last, [d]), dim=d, descending=descending, stable=True)
     return x.like(values).gradient_masked(), x.like(positions)
+
+
+def _mixes_rows(x: PaddedValue, d: int) -> bool:
+    """Return whether a flattened dim has rows of a ragged batch that differ in the size of another dim."""
+    sizes = x.sizes
+    if sizes is None or len(x.dims[d]) < 2 or all(factor.size != rows_symbol() for factor in x.dims[d]):
+        return False
+    others = (factor.size for e, factors in enumerate(x.dims) if e != d for factor in factors)
+    return any(map(sizes.differs_by_row, others))
 
 
 def _above_all(dtype: torch.dtype) -> float:

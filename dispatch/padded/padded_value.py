@@ -121,11 +121,14 @@ class PaddedValue:
             self._padded_dims = [d for d, factors in enumerate(self.dims) if is_padded(factors)]
         return self._padded_dims
 
+    def is_rows(self, dim: int) -> bool:
+        """Return whether this dim is the rows of a ragged batch; there may be several, as of products of all pairs."""
+        return len(self.dims[dim]) == 1 and self.dims[dim][0].size == rows_symbol()
+
     @property
     def rows_dim(self) -> int | None:
-        """The dim that is the rows of a ragged batch; None where there are none, or they are part of another dim."""
-        rows = rows_symbol()
-        return next((d for d, own in enumerate(self.dims) if len(own) == 1 and own[0].size == rows), None)
+        """The first dim that is the rows of a ragged batch; None where none is, or they are part of another dim."""
+        return next(filter(self.is_rows, range(self.dim())), None)
 
     @property
     def is_tracked(self) -> bool:

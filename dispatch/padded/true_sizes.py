@@ -136,9 +136,9 @@ class TrueSizes:
         return self.masks[size]
 
     def of_each(self, size: Size) -> Tensor:
-        """The value of an expression on the device: (rows,) int64 where there are several rows, else ()."""
+        """The value of an expression on the device: (rows,) int64 where rows differ in it, else ()."""
         value = self.of(size)
-        return value[0] if self.rows == 1 and value.dim() else value
+        return value[0] if value.dim() and not self.differs_by_row(size) else value
 
     def _of(self, size: Size) -> Tensor:
         if size.is_Symbol and size in self.symbols:

@@ -10,7 +10,7 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from subtensors.arguments import shown
-from subtensors.dispatch.ops.tree import PyTree, tree_map_only
+from subtensors.dispatch.ops.tree import PyTree
 
 Path = tuple[Hashable, ...]
 
@@ -83,8 +83,8 @@ def flatten_tensors(tree: PyTree, list_type: type[torch.Tensor]) -> tuple[list[t
     except RecursionError:
         raise ValueError("TensorList takes a pytree of tensors; got a container that holds itself") from None
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, immutable_list | immutable_dict):  # of an fx graph; a map gives plain ones
-            return flatten_tensors(tree_map_only(torch.Tensor, lambda t: t, tree), list_type)
+        if isinstance(leaf, immutable_list | immutable_dict):
+            return flatten_tensors(_mutable(tree), list_type)
         if not isinstance(leaf, torch.Tensor):
             hint = "; give model.parameters()" if isinstance(leaf, torch.nn.Module) else ""
             raise TypeError(
@@ -113,6 +113,19 @@ def _refuse_none_at_a_position(leaves: Sequence[object], spec: optree.PyTreeSpec
                 f"TensorList takes a pytree of tensors; {leaf_name(spec, index)} is None: leave it out, in all lists "
                 "that go together"
             )
+
+
+def _mutable(tree: PyTree) -> PyTree:
+    """Replace the immutable lists and dicts of an fx graph in a pytree by plain ones."""
+
+    def mutable(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, immutable_list):
+            return [_mutable(child) for child in leaf]
+        if isinstance(leaf, immutable_dict):
+            return {key: _mutable(child) for key, child in leaf.items()}
+        return leaf
+
+    return optree.tree_map(mutable, tree)
 
 
 def _kind(spec: optree.PyTreeSpec) -> str:

@@ -31,7 +31,7 @@ class OwnOptions(TypedDict, total=False):
 
 
 class KeywordOptions(OwnOptions, total=False):
-    """The options of `Options` that every class of torch.optim takes by keyword, if at all."""
+    """The flags of `Options` other than `foreach`, which classes of torch.optim take, too."""
 
     maximize: bool
     capturable: bool
@@ -137,7 +137,7 @@ def group_options(options: Options, cls: type = object) -> ParamGroup:
 
     Raises:
         TypeError: an option is not known.
-        ValueError: the arena is something else.
+        ValueError: the arena is neither an Arena nor None.
     """
     given, defaults = cast(ParamGroup, options), DEFAULTS
     if unknown := given.keys() - defaults.keys():

@@ -104,8 +104,10 @@ class Declaration:
         # An `update` of a user's own may take any value.
         arguments = inspect.signature(cls).parameters if cls._accepted is not None else {}
         defaults = {name: argument.default for name, argument in arguments.items()}
-        self.never_none = {name for name, x in defaults.items() if None not in (x if isinstance(x, tuple) else (x,))}
-        """The hyperparameters that the class refuses as None, as no default, or number in one, is None."""
+        self.never_none = {
+            name for name, x in defaults.items() if None not in (x if isinstance(x, tuple | list) else (x,))
+        }
+        """The hyperparameters that may not be None, as neither their default nor a number in it is."""
         self.flags = {name for name, x in defaults.items() if isinstance(x, bool)}
         """The hyperparameters that the class takes as on or off."""
         self.required = frozenset(s.name for s in hyperparameters if s.default is inspect.Parameter.empty)
@@ -153,7 +155,7 @@ class StateFactory:
 
     def __init__(self, optimizer: SteppedOptimizer, is_apart: bool = False) -> None:
         self.optimizer, self.declaration = optimizer, optimizer._declaration
-        self.state = States() if is_apart else optimizer.state
+        self.is_apart, self.state = is_apart, States() if is_apart else optimizer.state
         self.arena = None if is_apart else optimizer._arena
         self.is_static = not is_apart and optimizer._capture is not None  # as a graph's addresses have to be
 
@@ -164,29 +166,42 @@ class StateFactory:
         has_master = group.get("master_weights") and arithmetic_dtype(p.dtype) != p.dtype
         return (MASTER, *needed) if has_master else needed
 
-    def create_all(self, params: Sequence[Tensor], group: ParamGroup) -> list[tuple[str, ...]]:
+    def create_all(
+        self, params: Sequence[Tensor], group: ParamGroup, needed: tuple[str, ...] | None = None
+    ) -> list[tuple[str, ...]]:
         """Create the state entries that parameters of a group lack, together for like parameters without any state.
+
+        Args:
+            params: get state in this order.
+            group: theirs.
+            needed: the group's `needed_entries`, if they are known.
 
         Returns:
             The entries that each parameter has.
         """
-        needed = needed_entries(self.optimizer, group)
+        needed = needed_entries(self.optimizer, group) if needed is None else needed
         entries = [self.entries_of(p, needed, group) for p in params]
         # State in fewer bits, or in an arena, is made one by one, so that there is never twice the memory.
         is_plain = group.get("state_dtype") is None and self.arena is None
-        alike: dict[tuple[tuple[str, ...], torch.device, torch.dtype], list[Tensor]] = {}
-        for p, own in zip(params, entries, strict=True):
+        alike: dict[tuple[tuple[str, ...], torch.device, torch.dtype], list[int]] = {}
+        for i, (p, own) in enumerate(zip(params, entries, strict=True)):
             if is_plain and own and p not in self.state and can_init_together(p):
-                alike.setdefault((own, p.device, p.dtype), []).append(p)
-            else:
-                self.create(p, own, group)
-        for (own, _, _), together in alike.items():
-            make_room(together, len(own))
+                alike.setdefault((own, p.device, p.dtype), []).append(i)
+        made: list[dict[str, Tensor] | None] = [None] * len(params)
+        for (own, _, _), indices in alike.items():
+            together = [params[i] for i in indices]
+            if not self.is_apart:
+                make_room(together, len(own))
             columns = [self._initial_values(together, name, group) for name in own]
             if self.is_static:
                 columns = [list(map(static_in_place, column)) for column in columns]
-            for p, *values in zip(together, *columns, strict=True):
-                self.state[p] = dict(zip(own, values, strict=True))
+            for i, *values in zip(indices, *columns, strict=True):
+                made[i] = dict(zip(own, values, strict=True))
+        for p, own, state in zip(params, entries, made, strict=True):
+            if state is not None:
+                self.state[p] = state
+            else:
+                self.create(p, own, group)
         return entries
 
     def create(self, p: Tensor, entries: tuple[str, ...], group: ParamGroup) -> None:

@@ -160,7 +160,7 @@ class Updater:
         self.refuse_sparse(grads)
         with gc_paused():
             entries = needed_entries(optimizer, group)
-            kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads), params)
+            kinds = optimizer._split_kinds(self._kinds(optimizer, group, grads, entries), params)
             batches = [self._batch(optimizer, group, kind, indices) for kind, indices in kinds]
         self.groups[index] = GroupBatches(group, indices_without_gradient(grads), entries, batches)
         self._stamp = optimizer.state.version.stamp
@@ -255,11 +255,13 @@ class Updater:
             self._shard_functions[sharding] = FusedFunction(step, exchange=sharding.all_reduce)
         return self._shard_functions[sharding]
 
-    def _kinds(self, optimizer: SteppedOptimizer, group: Group, grads: TensorColumn) -> dict[BatchKind, list[int]]:
+    def _kinds(
+        self, optimizer: SteppedOptimizer, group: Group, grads: TensorColumn, needed: tuple[str, ...]
+    ) -> dict[BatchKind, list[int]]:
         """Create the state that parameters with a gradient lack, and group their positions by kind."""
         params: list[Tensor] = group["params"]
         present = [i for i, g in enumerate(grads) if g is not None]
-        entries = StateFactory(optimizer).create_all([params[i] for i in present], group)
+        entries = StateFactory(optimizer).create_all([params[i] for i in present], group, needed)
         kinds: dict[BatchKind, list[int]] = {}
         for i, own in zip(present, entries, strict=True):
             p = params[i]

@@ -11,6 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import cycle
 from types import FrameType
 
 import torch
@@ -42,8 +43,11 @@ def _warn(size: ObservedSize, operation: str) -> None:
 def _decides_otherwise(size: PaddedSize, compare: Callable[[int, float], bool], other: float, outcome: bool) -> bool:
     """Return whether a comparison of the true size has another outcome, or may have where the host doesn't know it."""
     own = size.sizes.each_on_host(size.size)
-    others = other.sizes.each_on_host(other.size) if isinstance(other, PaddedSize) else (other,) * len(own)
-    return not (own and others) or any(compare(a, b) != outcome for a, b in zip(own, others, strict=True))
+    others = other.sizes.each_on_host(other.size) if isinstance(other, PaddedSize) else (other,)
+    if not (own and others):
+        return True
+    rows = range(max(len(own), len(others)))  # one of all rows is that of each
+    return any(compare(a, b) != outcome for a, b, _ in zip(cycle(own), cycle(others), rows, strict=False))
 
 
 def warn_at_caller(message: str) -> None:

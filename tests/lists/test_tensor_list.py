@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -289,3 +290,18 @@ def test_elements_may_be_tensors_of_a_subclass_and_get_gradients() -> None:
     assert x[0] is x.tensors[0] is marked
     sum((x * x).sum()).backward()
     assert torch.equal(plain.grad, torch.full((3,), 2.0))
+
+
+def test_lists_of_an_fx_graph_are_lists_in_any_container() -> None:
+    a, b = torch.ones(1), torch.zeros(2)
+    immutable = torch.fx.immutable_collections.immutable_list
+    for tree, found in (
+        (deque([immutable([a]), b]), deque([[a], b])),
+        (OrderedDict(z=immutable([a]), a=b), OrderedDict(z=[a], a=b)),
+        (immutable([OrderedDict(z=a, a=b)]), [OrderedDict(z=a, a=b)]),
+    ):
+        tl = st.TensorList(tree)
+        assert tl[0] is a
+        assert tl[1] is b
+        assert tl.tree() == found
+        assert type(tl.tree()) is type(found)

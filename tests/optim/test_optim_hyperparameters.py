@@ -272,3 +272,11 @@ def test_a_number_may_be_true() -> None:
         make([w], t0=True).step()
         ends.append(w.detach())
     torch.testing.assert_close(*ends)
+
+
+def test_a_subclass_may_have_a_list_with_none_for_its_default() -> None:
+    class Mine(st.optim.Adafactor):
+        def __init__(self, params: Any, lr: float = 1e-2, eps: Any = [None, 1e-3], **options: Any) -> None:  # noqa: B006  # as a user may write it
+            super().__init__(params, lr, -0.8, eps, **options)
+
+    Mine(ones(1)).step()

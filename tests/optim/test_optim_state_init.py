@@ -189,3 +189,15 @@ def test_on_a_cpu_a_step_neither_joins_nor_splits_state(monkeypatch: pytest.Monk
     split.reset_mock()
     optimizer.step()
     assert (cat.call_count, split.call_count) == (4, 3)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "Adafactor"])
+def test_state_is_in_the_order_of_the_parameters(kind: str) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32] + [torch.complex64] * (kind == "Adam")
+    params = [Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    opt = getattr(st.optim, kind)(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert list(opt.state) == params
+    assert list(opt.state_dict()["state"]) == list(range(len(params)))

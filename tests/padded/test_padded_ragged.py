@@ -233,3 +233,48 @@ def test_a_flattened_batch_of_one_row_loses_a_dim_of_size_one() -> None:
     x = st.pad([row], {0: SEQ}, value=math.nan).flatten(0, 1)
     torch.testing.assert_close(x[:, :1].squeeze(-1).cumsum(0).sum(), row[:, 0].cumsum(0).sum())
     torch.testing.assert_close(x.sum(-1, keepdim=True).squeeze().exp().sum(), row.sum(-1).exp().sum())
+
+
+LENGTHS = (3, 2, 4)
+
+
+def _all_pairs() -> tuple[Any, torch.Tensor]:
+    """Products of all pairs of rows, both dims of which are the rows of the batch, padded and plain."""
+    rows = [torch.randn(3, n, dtype=torch.float64) for n in LENGTHS]
+    means = torch.stack([row.mean(-1) for row in rows])
+    padded = st.pad(rows, {1: SEQ}).mean(-1)
+    return padded @ padded.T, means @ means.T
+
+
+def _with_fives(x: Any) -> Any:
+    x = x.clone()
+    x[:, torch.tensor([0, -1])] = 5.0
+    return x
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x[:, torch.tensor([0, -1])],
+        lambda x: x[:, torch.tensor([-1])],
+        lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 2])],
+        lambda x: x.take_along_dim(x.argmax(1, keepdim=True), 1),
+        _with_fives,
+        lambda x: x.flatten()[torch.tensor([0, -1])],
+        lambda x: x.flatten().sort().values,
+        lambda x: x.flatten().topk(3).values,
+        lambda x: x.flatten().median(0).values,
+    ],
+)
+def test_products_of_all_pairs_of_rows_are_indexed_and_sorted_in_both_dims(program: Program) -> None:
+    padded, plain = _all_pairs()
+    found = program(padded)
+    found = found.unpad() if isinstance(found, st.PaddedTensor) else found
+    found = torch.stack(found) if isinstance(found, list) else found
+    torch.testing.assert_close(found, program(plain))
+
+
+def test_a_sort_along_rows_whose_lengths_differ_elsewhere_is_refused() -> None:
+    x = st.pad([torch.randn(3, n) for n in LENGTHS], {1: SEQ})
+    with pytest.raises(st.RuleError, match="rows of different lengths"):
+        x.transpose(0, 1).flatten(0, 1).sort(0)

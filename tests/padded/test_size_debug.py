@@ -118,3 +118,13 @@ def test_outside_of_the_mode_a_size_is_an_int_to_python(device: str) -> None:
     x = st.pad(torch.ones(2, 5).to(device), {1: SEQ})
     assert isinstance(x.shape[1], int)
     assert (x.shape, x.shape[1], {8: "a"}[x.shape[1]], f"{x.shape[1]}") == ((2, 8), 8, "a", "8")
+
+
+def test_sizes_of_a_ragged_and_of_a_uniform_batch_are_compared() -> None:
+    ragged = st.pad([torch.ones(n) for n in (3, 2, 4)], {0: SEQ})
+    uniform = st.pad(torch.ones(2, 3), {1: st.Dim("other", max=24, buckets=st.Linear(8))})
+    with warnings.catch_warnings(), st.watch_size_arithmetic():
+        warnings.simplefilter("ignore", st.PaddedSizeWarning)
+        assert ragged.shape[1] == uniform.shape[1]
+        assert uniform.shape[1] >= ragged.shape[1]
+        assert not ragged.shape[1] < uniform.shape[1]

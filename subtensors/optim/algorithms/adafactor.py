@@ -115,10 +115,12 @@ class Adafactor(MatrixOptimizer):
         self, kinds: dict[BatchKind, list[int]], params: list[Tensor]
     ) -> Iterator[tuple[BatchKind, list[int]]]:
         for kind, indices in kinds.items():
-            if matrices := [i for i in indices if _are_matrices([params[i]])]:
-                yield kind, matrices
-            if others := [i for i in indices if not _are_matrices([params[i]])]:
-                yield from super()._split_kinds({kind: others}, params)
+            stacked = [i for i in indices if params[i].dim() > 1 and not _are_matrices([params[i]])]
+            matrices = [i for i in indices if _are_matrices([params[i]])]
+            rest = [i for i in indices if params[i].dim() < 2]
+            yield from ((kind, part) for part in (matrices, rest) if part)
+            if stacked:
+                yield from super()._split_kinds({kind: stacked}, params)
 
 
 def _are_matrices(tensors: Sequence[Tensor]) -> bool:

@@ -181,9 +181,10 @@ class ListStep:
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
             return
-        weights, gradients = (TensorColumn(map(full_tensor, column)) for column in (p, g))
+        weights = TensorColumn(map(full_tensor, p))
         state = [None if column is None else TensorColumn(map(full_tensor, column)) for column in (master, *entries)]
-        self(weights, gradients, state[0], tuple(state[1:]), *rest)
+        # The full gradients live no longer than the step.
+        self(weights, TensorColumn(map(full_tensor, g)), state[0], tuple(state[1:]), *rest)
         for column, new_values in zip((p, master, *entries), (weights, *state), strict=True):
             for t, result in zip(column or (), new_values or (), strict=True):
                 if is_sharded(t):

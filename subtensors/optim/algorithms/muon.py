@@ -181,7 +181,9 @@ def _descend(p: Tensor, o: Tensor, lr: float, weight_decay: float) -> None:
 def _orthogonalized(x: Tensor, coefficients: Coefficients, steps: int, adjust_lr_fn: str | None) -> Tensor:
     """Newton-Schulz on a stack, with the factor of the learning rate that its shape asks for."""
     rows, columns = x.shape[1:]
-    return newton_schulz(x, coefficients, steps, _FACTORS[adjust_lr_fn or "original"](rows, columns))
+    return newton_schulz(
+        x, coefficients, steps, _FACTORS["original" if adjust_lr_fn is None else adjust_lr_fn](rows, columns)
+    )
 
 
 _FACTORS: dict[str, Callable[[int, int], float]] = {
