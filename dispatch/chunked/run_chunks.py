@@ -14,8 +14,8 @@ from subtensors.dispatch.chunked.record import overwritten
 from subtensors.dispatch.chunked.row_losses import cross_entropy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
 from subtensors.dispatch.ops.tree import PyTree, tree_tensors
-from subtensors.dispatch.torch_internals.memory import is_dense
 from subtensors.kernels.cross_entropy.logits_block import scale_
+from subtensors.kernels.runtime.custom_ops import is_dense
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from subtensors.dispatch.fused.bound_call import interprets_kernels
 from subtensors.dispatch.fused.tensor_columns import BlockScales, BroadcastColumn, Columns
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.lowering import DTYPES
 from subtensors.kernels.fused.program import Parameter, Shape
+from subtensors.kernels.runtime.custom_ops import is_dense
 
 NOT_STRIDED = "an element is not a plain strided tensor"
 
@@ -87,7 +87,7 @@ def execution_key(row: Sequence[Tensor], columns: Columns) -> ExecutionKey:
         for i, t in enumerate(row)
     )
     triton = triton and all(p.dtype in DTYPES for p in parameters)
-    alike = all(t.stride() == dense[0].stride() for t in dense) and (not dense or memory.is_dense(dense[0]))
+    alike = all(t.stride() == dense[0].stride() for t in dense) and (not dense or is_dense(dense[0]))
     return ExecutionKey("", str(device), parameters, triton, copies=triton and not alike)
 
 

@@ -36,7 +36,7 @@ ADVICE = {
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Return whether a module belongs to Python, torch or another library that holds no values of the user's."""
+    """Return whether a module, by name, is of Python, torch or another library that holds no values of the user's."""
     name = str(module).partition(".")[0]
     if name in _PACKAGES:
         return True
@@ -48,11 +48,14 @@ def is_library(module: str | None) -> bool:
 
 def source_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line of the user's own source, as `file:line: text`."""
-    own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals.get("__name__"))]
+    named = [(frame, line, str(frame.f_globals.get("__name__"))) for frame, line in frames]
+    own = [step for step in named if not is_library(step[2])]
+    own = own or [step for step in named if step[2].startswith("subtensors.optim.")]  # whose math is as a user's
     if not own:
         return "unknown line"
-    frame, line = own[-1]
+    frame, line, _ = own[-1]
     path = frame.f_code.co_filename
+    linecache.checkcache(path)  # it may have been edited and reloaded
     return f"{path}:{line}: {linecache.getline(path, line, frame.f_globals).strip()}"
 
 

@@ -69,11 +69,8 @@ class Executor:
         if prelude is not None and not self.takes_prelude:
             prelude.launch()
         if (recording := current_recording()) is not None:
-            leaves = self._record(recording, columns, numbers)
-        else:
-            leaves = self._execute(columns, numbers, addresses, prelude)
-        self.log_note()
-        return leaves
+            return self._record(recording, columns, numbers)
+        return self._execute(columns, numbers, addresses, prelude)
 
     def log_note(self) -> None:
         """Log the note, and drop it."""

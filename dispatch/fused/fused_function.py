@@ -137,6 +137,7 @@ class FusedFunction:
             if prelude is None:
                 plan.compile()
             leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            executor.log_note()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 keep_launch(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
@@ -146,9 +147,12 @@ class FusedFunction:
             return None
         if plan.overlaps(columns):
             leaves = plan.fallback.run(columns, call.numbers())
+            plan.fallback.log_note()
             return _result(plan.fallback.result_spec, leaves, call)
         plan.compile()
         leaves = plan.run_groups(columns, call.numbers())
+        for _, executor in plan.groups:
+            executor.log_note()
         return _result(plan.groups[0][1].result_spec, leaves, call)
 
     def explain(self, *args: PyTree, **kwargs: PyTree) -> str:

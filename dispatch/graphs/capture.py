@@ -319,7 +319,7 @@ class RngState:
 
 
 def _accessors(source: Generator | types.ModuleType) -> tuple[bool, Callable[[], object], Callable[..., object]]:
-    """Return whether a generator, or that of the module `random` or `numpy.random`, is on the host; get and set it."""
+    """Return whether a generator, or that of a module, is on the host, and functions that get and set its state."""
     if isinstance(source, torch.Generator):
         is_on_host = source.device.type == "cpu"
         return is_on_host, lambda: source.get_state().numpy(), lambda x: source.set_state(torch.from_numpy(x))

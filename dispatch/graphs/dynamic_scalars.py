@@ -61,7 +61,12 @@ class Recordable:
 
 
 class WordBuffer:
-    """Words of 8 bytes on a device, with a copy on the host that is written first."""
+    """Words of 8 bytes on a device, with a copy on the host that is written first.
+
+    Args:
+        count: the number of words.
+        device: with its index.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.host: Words = np.zeros(count, np.int64)
@@ -169,7 +174,14 @@ class DynamicScalars:
     def allocate(
         self, executor: Recordable, numbers: Sequence[float], hosts: Sequence[float], device: torch.device
     ) -> Tensor:
-        """Return memory for a launch to read the numbers of its call and the values of its tensors on the host from."""
+        """Return memory for a launch to read its scalars from.
+
+        Args:
+            executor: makes the launch.
+            numbers: of the call.
+            hosts: the values of its tensors on the host.
+            device: of the memory, with its index.
+        """
         launch = LaunchScalars(executor, self.source, list(numbers), list(hosts))
         buffer = self._buffers[-1] if self._buffers else None
         if buffer is None or buffer.on_device.device != device or buffer.used + launch.size > len(buffer.host):

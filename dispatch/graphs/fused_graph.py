@@ -138,7 +138,7 @@ class Recording:
     def __init__(self, device: torch.device, has_ops: bool = False) -> None:
         self.device = device
         self.scalars = DynamicScalars()
-        """The numbers of the launches; while they are recorded, it says which call they come from."""
+        """The numbers of the launches; its `source` says which call those come from that are being recorded."""
         self.launches: list[Launch] = []
         self.written: list[Tensor] = []
         """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""

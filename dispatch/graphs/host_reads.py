@@ -70,12 +70,12 @@ class HostReads(TorchFunctionMode):
         _active.stack.append(self)
         self._contexts.enter_context(_capturing_in_words())
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._contexts.push(super().__exit__)
         self._contexts.enter_context(_Ops(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._contexts.close()
-        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
         _active.stack.remove(self)
 
     def __torch_function__(

@@ -31,7 +31,7 @@ def is_lazy(x: object) -> bool:
 
 
 class TracedStorage(StoresTensors, Protocol):
-    """A lazy tensor as compiled code holds it, or as it left a graph: a wrapper, and another one is in no graph."""
+    """A lazy tensor as compiled code holds it."""
 
     @property
     def is_in_graph(self) -> bool:

@@ -91,7 +91,7 @@ EXCEPT: dict[str, Callable[[Args, list[str]], bool]] = {
 
 
 def check_function(func: types.FunctionType, args: Args, kwargs: Kwargs) -> None:
-    """Raise NotDecomposed for a Python function that isn't listed; what is written in C++ torch decomposes itself."""
+    """Raise NotDecomposed for a Python function that isn't listed; torch itself decomposes functions written in C++."""
     name = f"{func.__module__}.{func.__qualname__}"
     words = [a for a in (*args, *kwargs.values()) if isinstance(a, str)]
     if name not in FUNCTIONS or (name in EXCEPT and EXCEPT[name](args, words)):

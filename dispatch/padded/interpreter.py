@@ -113,7 +113,7 @@ def _dense_of(x: PyTree) -> PyTree:
 
 
 def run(op: OpOverload, args: Sequence[PyTree], kwargs: Kwargs) -> PyTree:
-    """Run an op that writes to no argument by its rule, on `PaddedValue` in place of every tensor, and return such.
+    """Run an op that writes to no argument by its rule; arguments and results hold `PaddedValue` in place of tensors.
 
     Raises:
         RuleError: there is no rule.

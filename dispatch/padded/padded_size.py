@@ -79,7 +79,7 @@ class PaddedSize(int):
         return value
 
     def at(self, host: Mapping[sympy.Symbol, HostSize]) -> HostSize:
-        """The number at other true sizes, those of every symbol; one for each row where they differ."""
+        """The number at the true sizes in `host`, which has every symbol; one for each row where they differ."""
         values = tuple(host[symbol] for symbol in self.sizes.symbols)
         return TrueSizes(self.sizes.symbols, self.sizes.buckets, self.sizes.values, values).on_host(self.size, value_at)
 

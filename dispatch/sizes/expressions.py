@@ -81,7 +81,7 @@ def _memoized(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _combining(name: str) -> Callable[..., Size]:
-    """Return sympy's function with this name as one of any number of sizes.
+    """Return a function of any number of sizes that is sympy's function with this name.
 
     >>> added(size_symbol("seq"), 1), multiplied(size_symbol("batch"), size_symbol("seq"), 4)
     (seq + 1, 4*batch*seq)
@@ -244,7 +244,7 @@ def size_on_host(size: Size | int, sizes: Mapping[sympy.Symbol, int]) -> int:
     if missing:
         raise SizeError(f"the size {expression} needs {sorted(map(str, missing))}, which nothing here is padded on")
     value = expression.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
-    value = value if value.is_Integer else value.doit()  # sympy makes Max(m, Min(1, 2)) of a minimum of maxima
+    value = value if value.is_Integer else value.doit()  # sympy may leave Min(1, 2) unevaluated within a Max
     if not value.is_Integer or value < 0:
         given = ", ".join(f"{symbol}={sizes[symbol]}" for symbol in sorted(expression.free_symbols, key=str))
         raise SizeError(f"the size {expression} is {value} for {given}; a size is a nonnegative integer")

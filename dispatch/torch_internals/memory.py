@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from _ctypes import CFuncPtr
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a range of memory, each once, in some order. Checked on 2.11 - 2.15."""
-    # Torch keeps the strides of such tensors alone.
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
 @requires("torch._C._nn.flatten_dense_tensors", otherwise=lambda tensors: torch.cat([t.reshape(-1) for t in tensors]))
 def join(tensors: list[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of the elements of all, each row after row. Checked on 2.13."""

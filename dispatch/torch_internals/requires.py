@@ -16,7 +16,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import NoReturn, TypeVar, cast
 
 import torch
@@ -59,18 +59,16 @@ def requires(*paths: str, otherwise: Callable[..., object] | None = None) -> Cal
     def decorate(function: F) -> F:
         for path in paths:
             REQUIRED.setdefault(path, []).append(f"{function.__module__}.{function.__qualname__}")
-        if all(_is_loaded(path) and exists(path) for path in paths):
-            return function
+        replacement = otherwise or _raising(function, paths)
+        loaded = [path for path in paths if _is_loaded(path)]
+        if not all(map(exists, loaded)):
 
-        @cache
-        def found() -> Callable[..., object]:
-            return function if all(map(exists, paths)) else otherwise or _raising(function, paths)
+            @wraps(function)
+            def fallback(*args: object, **kwargs: object) -> object:
+                return replacement(*args, **kwargs)
 
-        @wraps(function)
-        def call(*args: object, **kwargs: object) -> object:
-            return found()(*args, **kwargs)
-
-        return cast(F, call)
+            return cast(F, fallback)
+        return function if len(loaded) == len(paths) else cast(F, _checked_at_first_call(function, replacement, paths))
 
     return decorate
 
@@ -107,6 +105,20 @@ def _found(path: str, load: Callable[[str], object]) -> object:
         else:
             part = getattr(part, name, None)
     return part
+
+
+def _checked_at_first_call(
+    function: Callable[..., object], replacement: Callable[..., object], paths: tuple[str, ...]
+) -> Callable[..., object]:
+    known: list[Callable[..., object]] = []
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        if not known:
+            known.append(function if all(map(exists, paths)) else replacement)
+        return known[0](*args, **kwargs)
+
+    return call
 
 
 def _raising(function: Callable[..., object], paths: tuple[str, ...]) -> Callable[..., NoReturn]:

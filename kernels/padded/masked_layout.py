@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from subtensors.kernels.runtime.custom_ops import is_dense
 from subtensors.kernels.runtime.valid_lengths import ValidLength, normalize_dims
 
 R1, R0, C1, C0 = range(4)
@@ -174,8 +175,7 @@ def plan(
             )
     shapes = tuple((e.dim, e.batch_dim if e.sizes.dim() else NO_BATCH) for e in lengths)
     wanted = tuple(sorted({d % x.dim() for d in columns}))
-    # Torch keeps the strides of tensors without gaps and overlaps alone.
-    if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
+    if not is_dense(x):
         x = x.contiguous()
     layout = _layout(tuple(x.shape), x.stride(), wanted, shapes, whole_columns)
     if layout is None:

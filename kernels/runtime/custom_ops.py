@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,15 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 def has_kernel(x: Tensor, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES) -> bool:
     """Return whether there is a kernel for this tensor; otherwise the reference runs, as on a fake tensor."""
     return x.is_cuda and x.dtype in dtypes and (type(x) is Tensor or x.untyped_storage().device.type != "meta")
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether the elements fill a range of memory, each once, in some order."""
+    if x.is_contiguous():
+        return True
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    in_order = sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1)
+    return reach == x.numel() and all(a * n == b for (a, n), (b, _) in itertools.pairwise(in_order))
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -48,12 +49,14 @@ def _import_or_missing(name: str) -> Any:
 
 triton, tl = _import_or_missing("triton"), _import_or_missing("triton.language")
 
-
-class _TorchMath:
-    """Torch's functions, under the names that they have in CUDA's math library, for the interpreter."""
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        return _interpreted(getattr(torch, "round" if name == "nearbyint" else name))
+_UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    name: getattr(torch, name)
+    for name in """acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor lgamma log
+        log10 log1p log2 rsqrt sin sinh tan tanh trunc""".split()
+} | {"nearbyint": torch.round}
+_BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    name: getattr(torch, name) for name in "atan2 copysign fmod hypot pow".split()
+}
 
 
 def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., object]:
@@ -73,7 +76,7 @@ def _interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., object]
 def _libdevice() -> Any:
     """Return CUDA's math library for kernels, or torch's functions where the interpreter runs them."""
     if triton.knobs.runtime.interpret:
-        return _TorchMath()
+        return SimpleNamespace(**{name: _interpreted(f) for name, f in (_UNARY | _BINARY).items()})
     if triton:
         import triton.language.extra.cuda as cuda
 

@@ -106,6 +106,8 @@ def _line_of_program() -> str:
     """Return the file and line of the innermost frame that is neither the library's nor torch's."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = frame.f_code.co_filename
-        if not path.startswith("<") and not is_library(frame.f_globals.get("__name__")):
+        # Python calls the command line's own file `__main__`.
+        is_ours = path.startswith(("<", str(Path(__file__).parents[1])))
+        if not is_ours and not is_library(frame.f_globals.get("__name__")):
             return f"{Path(path).name}:{line}"
     return "in torch"

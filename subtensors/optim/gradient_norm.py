@@ -19,9 +19,9 @@ from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.graphs.guards import AddressSnapshot, are_same
-from subtensors.dispatch.torch_internals import memory
 from subtensors.kernels.fused.grad_norm import DTYPES, FusedGradNorm, GradNormGrid, reference
 from subtensors.kernels.runtime import graph_lifetime
+from subtensors.kernels.runtime.custom_ops import is_dense
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.launcher import current_stream, is_capturing
 from subtensors.optim.batches import Batch, as_real
@@ -137,7 +137,7 @@ class _Sweep(Recordable):
 
     def prepare(self, gradients: list[Tensor], is_followed: bool) -> FusedGradNorm | None:
         """The launch that adds up the squares, whatever their memory order; None if a recording took it."""
-        own = [g if memory.is_dense(g) else g.contiguous() for g in gradients]
+        own = [g if is_dense(g) else g.contiguous() for g in gradients]
         self._is_followed = is_followed
         if (recording := current_recording()) is not None:
             if not are_same(own, gradients):

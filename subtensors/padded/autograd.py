@@ -131,7 +131,7 @@ class JoinStorage(Join):
     """An autograd function from what a lazy storage stores to the PaddedTensor around it, which leaves a graph."""
 
     @staticmethod
-    def backward(  # type: ignore[override]  # of another gradient
+    def backward(  # type: ignore[override]  # its gradient is a PaddedTensor
         ctx: FunctionCtx, *gradients: PaddedTensor | None
     ) -> tuple[None, Tensor | None]:
         """Return the gradient's storage."""

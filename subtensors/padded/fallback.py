@@ -55,7 +55,7 @@ _state = _FallbackState()
 
 @contextlib.contextmanager
 def refusing_fallbacks(is_refused: bool) -> Iterator[None]:
-    """Refuse calls without a rule inside the context, as a graph capture does, or leave them to the unpadded data."""
+    """A context in which calls without a rule are refused, as in a capture, or run on the unpadded data."""
     before = _state.is_refused
     _state.is_refused = is_refused
     try:

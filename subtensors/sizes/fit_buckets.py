@@ -74,7 +74,7 @@ def _ends_of_runs(sizes: np.ndarray, counts: np.ndarray, max_runs: int) -> list[
     """Return the ends of the best cut's runs: increasing indices into `sizes`, (n,) int64, the last of them n - 1."""
     number = len(sizes)
     counted, summed = (np.concatenate([[0], np.cumsum(each)]) for each in (counts, counts * sizes))
-    # The waste of the first j sizes in one bucket, then in two: each one more wastes less, as all sizes differ.
+    # The waste of the first j sizes in one bucket, then in two: one more wastes less, as all sizes differ and occur.
     waste = np.concatenate([[0], sizes * counted[1:] - summed[1:]])
     starts = []
     for k in range(1, min(max_runs, number)):

@@ -141,11 +141,11 @@ class HostCopy:
                 for run in self._saved.get(chunk, ()):
                     self._copy(*run, to_host=False)
             self.wait()
-            self._saved = {}  # whose host memory is kept for the next time
         except BaseException:
             self.wait()
             self._allocator.unmap_all()
             raise
+        self._saved = {}  # whose host memory is kept for the next time
 
     def trim(self) -> None:
         """Free the host memory, unless contents are saved in it."""

@@ -22,9 +22,10 @@ from subtensors.dispatch.graphs.released_tensors import ReleasedTensor, refuse_r
 from subtensors.dispatch.ops.errors import AddressError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES, detached, read_as_plain
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
-from subtensors.dispatch.torch_internals import dynamo, memory, ops
+from subtensors.dispatch.torch_internals import dynamo, ops
 from subtensors.dispatch.torch_internals.autograd import BACKWARDS, run_backward
 from subtensors.kernels.memory.from_address import tensor_from_address
+from subtensors.kernels.runtime.custom_ops import is_dense
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -262,7 +263,7 @@ def static_in_place(t: Tensor) -> Tensor:
     Args:
         t: returned itself if its type is not plain, if it is not dense, or if its memory is that of a CUDA graph.
     """
-    if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not memory.is_dense(t):
+    if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided or not is_dense(t):
         return t
     if t.device.type not in ("cpu", "cuda") or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
         return t

@@ -407,5 +407,5 @@ def test_the_gradient_of_a_result_that_is_not_contiguous_arrives_at_its_places(n
         torch.testing.assert_close(found, expected)
         for bucket in run.captured_buckets():
             for load in bucket._root_loads.values():  # the kernel, from now on, as soon as it is compiled
-                assert load.kernel is None or load.kernel._compiled.result()
+                assert load._compiled is None or load._compiled.result()
     assert not run.stats().fallbacks

@@ -113,8 +113,8 @@ def test_one_compiled_kernel_serves_every_bucket() -> None:
             load([source], (n,))
             assert torch.equal(target[:, :n], source)
             assert not target[:, n:].any()
-            load.kernel._compiled.result()  # the next one is by the kernel
-        assert load._is_ready
+            load._compiled.result()  # the next one is by the kernel
+        assert load._launch is not None
     assert inputs._compiled.cache_info().misses == 1
 
 
@@ -135,7 +135,7 @@ def test_a_call_is_one_kernel_for_its_inputs_a_graph_and_a_copy_of_each_result()
         for wanted, found in zip(program(*given, weight, fixed), run(*given, weight, fixed), strict=True):
             torch.testing.assert_close(found, wanted)
         for bucket in run.captured_buckets():
-            bucket._load.kernel._compiled.result()  # from the next call on inputs are loaded by the kernel
+            bucket._load._compiled.result()  # from the next call on inputs are loaded by the kernel
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         run(*given, weight, fixed)
         torch.cuda.synchronize()
