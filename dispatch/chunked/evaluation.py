@@ -239,7 +239,8 @@ def takes_one_pass(requested: LazyValue) -> bool:
 def _others(sums: Sequence[LazyValue], chain: Collection[LazyValue]) -> list[LazyValue]:
     """Return the values other than the sums that the ops after the sums read."""
     read = dict.fromkeys(x for value in chain if value.node is not None for x in value.node.operands())
-    return [x for x in read if x not in chain and x not in sums]
+    known = {*chain, *sums}
+    return [x for x in read if x not in known]
 
 
 def _rerun(requested: LazyValue, env: dict[LazyValue, Tensor]) -> Tensor:

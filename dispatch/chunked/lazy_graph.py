@@ -407,7 +407,8 @@ def replicated(value: LazyValue, through_casts: bool = False) -> LazyValue:
 
     Args:
         value: the value.
-        through_casts: whether a cast is one of the full operand, too, as of an input, which is in memory in full.
+        through_casts: whether to cast the full operand, too, rather than concatenate cast chunks: for inputs, which are
+            in memory in full.
     """
     layout = value.layout
     if layout is None:
@@ -418,6 +419,8 @@ def replicated(value: LazyValue, through_casts: bool = False) -> LazyValue:
         return leaf
     node = value.node
     is_cast = through_casts and node is not None and node.name == "_to_copy.default"
+    if node is not None and is_cast and node.args[0].dtype == value.dtype:
+        return replicated(node.args[0], through_casts)
     if node is not None and (is_cast or node.name in CHUNK_INDEPENDENT_VIEWS):
         # A view of the full operand costs nothing; an operand that is an input is in memory in full.
         rest = [list(value.shape)] if node.name == "reshape" else node.args[1:]

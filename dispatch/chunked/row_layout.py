@@ -270,7 +270,7 @@ class RowLayout:
     def write_chunk(self, full: Tensor, span: tuple[int, int], part: Tensor) -> None:
         """Write a chunk's part into the full tensor."""
         into = self._runs_of(full, span)
-        into.copy_(part.reshape(into.shape))
+        into.copy_(part if self.runs == 1 else part.reshape(into.shape))
 
     def _runs_of(self, full: Tensor, span: tuple[int, int]) -> Tensor:
         """Return a view of a chunk's part of a full tensor, where there are several runs with a dim for them."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, emit, recording
-from subtensors.dispatch.chunked.match_logits import match_linear_logits, match_transforms
+from subtensors.dispatch.chunked.match_logits import carries_gradient, match_linear_logits, match_transforms
 from subtensors.dispatch.chunked.record import record, sliced
 from subtensors.dispatch.chunked.row_statistics import (
+    has_rows,
     has_statistics,
     record_statistic,
     untransformed_rows,
@@ -33,6 +34,17 @@ aten = torch.ops.aten
 def cross_entropy(logits: Tensor, target: Tensor, class_weight: Tensor | None, options: CrossEntropy) -> Tensor:
     """Compute the loss of each row of a chunk, (n,)."""
     return row_cross_entropy(logits, target, replace(options, class_weight=class_weight))
+
+
+def log_softmax_input(scores: LazyValue) -> LazyValue:
+    """Return the logits where scores are a log-softmax over the last dim; otherwise the scores."""
+    node = scores.node
+    if node is None or scores.tensor is not None or node.op is not aten._log_softmax.default:
+        return scores
+    logits, dim = node.args[0], node.args[1]
+    if not isinstance(logits, LazyValue) or dim % logits.ndim != logits.ndim - 1 or not has_rows(logits):
+        return scores
+    return logits if carries_gradient(scores, [logits]) else scores
 
 
 def record_cross_entropy(

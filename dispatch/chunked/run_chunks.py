@@ -206,8 +206,12 @@ def _program(plan: ChunkSchedule) -> Sequence[ScheduledStep]:
     return plan.program
 
 
-_UNCOMPILED = {aten.mm.default, aten.addmm.default, overwritten, cross_entropy}
-"""Products, which add to gradients in place; what a compiler takes for a copy; and an op with kernels of its own."""
+_UNCOMPILED = {
+    *(aten.mm.default, aten.addmm.default, overwritten, cross_entropy),
+    *(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default),
+}
+"""Products, which add to gradients in place; what a compiler takes for a copy; an op with kernels of its own; and those
+whose compiled code ends the process at a target that is no class."""
 
 # op: the positions of the two factors of a product and of the addend.
 _FACTORS: dict[object, tuple[int, int, int | None]] = {aten.mm.default: (0, 1, None), aten.addmm.default: (1, 2, 0)}

@@ -159,7 +159,12 @@ class Problem(LinearHead):
         return LossPasses(self.row_loss, self.hidden.device, self.kernels, self.has_complete_rows)
 
     def exponentials(self, rows: int, most_rows: int) -> ExponentialPasses | None:
-        """Return the passes by exponentials of chunks of some rows; None where logits are computed."""
+        """Return the passes by exponentials; None where logits are computed.
+
+        Args:
+            rows: of a chunk.
+            most_rows: of the longest one.
+        """
         if not self.has_complete_rows or not self.kernels:
             return None
         if not exp_passes.takes_exponentials(self.hidden, self.weight, self.bias, self.target, self.options):

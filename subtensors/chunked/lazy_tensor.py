@@ -50,7 +50,7 @@ class AliasRef(Holder):
         self.base_writes = self.writes = 0
 
     def make_view_of(self, base: AliasRef, op: OpOverload, args: Args, kwargs: Kwargs, index: int) -> AliasRef:
-        """Make this the view of a base that result `index` of an op on it and further arguments is; return it."""
+        """Make this a view of `base`, result `index` of op(base, *args, **kwargs), and return it."""
         self.base, self.view_call, self.base_writes = base, (op, args, kwargs, index), base.writes
         return self
 

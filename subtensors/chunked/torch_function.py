@@ -45,8 +45,7 @@ from subtensors.dispatch.chunked.linear_loss import (
 )
 from subtensors.dispatch.chunked.lower_cross_entropy import lowered_cross_entropy
 from subtensors.dispatch.chunked.record import record
-from subtensors.dispatch.chunked.row_forms import row_form
-from subtensors.dispatch.chunked.row_losses import record_cross_entropy
+from subtensors.dispatch.chunked.row_losses import log_softmax_input, record_cross_entropy
 from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.sharded_head import full_tensor
 from subtensors.dispatch.ops import linear_cross_entropy as functional
@@ -235,13 +234,12 @@ def _nll_loss(
     options = cross_entropy_options(weight, ignore_index, 0.0, reduction)
     if not isinstance(input, LazyTensor) or not isinstance(target, Tensor) or options is None:
         return None
-    if size_average is not None or reduce is not None or target.ndim != 1:
-        return None
     scores = alias_ref(input).value
-    form = row_form(scores)
-    if form is None or not form.is_log_softmax or form.is_clamped or form.logits.dtype != scores.dtype:
+    logits = log_softmax_input(scores)
+    is_other = logits is scores or logits.dtype != scores.dtype or target.ndim != 1
+    if size_average is not None or reduce is not None or is_other:
         return None
-    return _class_loss(kind, form.logits, target, options)
+    return _class_loss(kind, logits, target, options)
 
 
 def _with_aten_arguments(loss: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

@@ -209,6 +209,14 @@ def test_the_math_of_a_chunk_is_compiled_once_and_is_correct(
     assert graphs > 0 or program is tied  # nothing is left of it beside the kernels of its loss
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_target_that_is_no_class_is_torchs_error_beside_compiled_math() -> None:
+    x, target = torch.randn(8, 5, 3), torch.zeros(8, 3, dtype=torch.int64)
+    target[1, 2] = 77
+    with pytest.raises(IndexError, match="Target 77 is out of bounds"):
+        F.cross_entropy((st.chunk(x, rows=4, compile=True).tanh() * 2).exp(), target) + 0
+
+
 def test_compiled_math_has_the_sign_of_a_zero_and_knows_a_nan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_chunk, "BACKEND", "eager")
     compile_chunk._function.cache_clear()

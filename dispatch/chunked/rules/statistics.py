@@ -24,10 +24,9 @@ Rule = Callable[[ChunkedCall, LazyValue], LazyValue | None]
 
 
 def _over_classes(op: OpOverload) -> Callable[[Rule], Rule]:
-    """Register a rule for an op over the last dim of rows; where it returns None, the op has its dimension map."""
+    """Register a rule for an op over the last dim of rows; its dimension map records it where that returns None."""
 
     def register(rule: Rule) -> Rule:
-        @RULES.register(op)
         def recorded(call: ChunkedCall, x: LazyValue, dim: int | Sequence[int] | None) -> PyTree:
             found = None
             if dim is not None and listed(dim, x.ndim) == [x.ndim - 1] and has_rows(x):
@@ -35,6 +34,8 @@ def _over_classes(op: OpOverload) -> Callable[[Rule], Rule]:
                     found = rule(call, x)
             return carry(call) if found is None else found
 
+        recorded.__name__, recorded.__qualname__ = rule.__name__, rule.__qualname__  # as messages call it
+        RULES.register(op)(recorded)
         return rule
 
     return register
