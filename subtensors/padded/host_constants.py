@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_tensors
-from subtensors.padded.autograd import unwrap_with_grad, wrap_with_grad
-from subtensors.padded.padded_tensor import PaddedTensor
 
 _FROM_DATA = frozenset([torch.tensor, torch.as_tensor, Tensor.new_tensor])
 _SHARING_MEMORY = frozenset([torch.from_numpy, torch.frombuffer, torch.asarray, torch.as_tensor])
@@ -39,17 +37,14 @@ class HostConstants:
             x = args[0]
             like = func(torch.empty(0, dtype=x.dtype, device="cpu"), *args[1:], **kwargs)
             if like.device.type != "cpu":
-                if not isinstance(x, PaddedTensor):
-                    return self._copied(x.to(like.dtype), like.device)
-                value = unwrap_with_grad(x)
-                return wrap_with_grad(value.like(self._copied(value.dense.to(like.dtype), like.device), value.fill))
+                return self._copied(x.to(like.dtype), like.device)
         elif func in _FROM_DATA and kwargs.keys() <= {"dtype", "device"} and not tree_tensors(args[-1:]):
             device = kwargs.get("device") or (args[0].device if func is Tensor.new_tensor else torch.empty(0).device)
             return self._copied(func(*args, **{**kwargs, "device": "cpu"}), torch.device(device))
         elif func in (Tensor.__getitem__, Tensor.__setitem__):
             args = args[0], *self._operands(*args)
         out = func(*args, **kwargs)
-        self.note(func, tree_tensors((args, kwargs)), out)
+        self._note(func, tree_tensors((args, kwargs)), out)
         return out
 
     def _operands(self, x: Tensor, index: PyTree, *value: PyTree) -> Iterator[PyTree]:
@@ -61,7 +56,7 @@ class HostConstants:
         is_copied = picked and not any(part.dtype in (torch.bool, torch.uint8) for part in picked)
         yield from [
             torch.full((), n, dtype=x.dtype, device=x.device)
-            if is_copied and isinstance(n, (int, float, complex))
+            if is_copied and type(n) in (bool, int, float, complex)  # a padded size is written as the true one
             else n
             for n in value
         ]
@@ -82,16 +77,10 @@ class HostConstants:
         self.pinned.append(x.pin_memory())
         return self.pinned[-1].to(device, non_blocking=True)
 
-    def note(self, func: Callable[..., PyTree], given: list[Tensor], out: PyTree) -> None:
-        """Note a tensor that is made on the host; one that takes part in a call with others may hold theirs, too.
-
-        Args:
-            func: was called.
-            given: the tensors among its arguments.
-            out: its result.
-        """
+    def _note(self, func: Callable[..., PyTree], given: list[Tensor], out: PyTree) -> None:
+        """Note a tensor that is made on the host; one that takes part in a call with others may hold theirs, too."""
         if all(id(x) in self._made for x in given):
-            if type(out) in (Tensor, PaddedTensor) and out.device.type == "cpu" and func not in _SHARING_MEMORY:
+            if type(out) is Tensor and out.device.type == "cpu" and func not in _SHARING_MEMORY:
                 self._made[id(out)] = out
         else:
             for x in given:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.errors import RuleError
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has, tree_tensors
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_has
 from subtensors.dispatch.padded.padded_size import (
     PaddedSize,
     dim_of,
@@ -215,8 +215,6 @@ class SizedPlainCalls(TorchFunctionMode):
             except RuleError:
                 found = NotImplemented
             if found is not NotImplemented:
-                if self._constants is not None:
-                    self._constants.note(func, tree_tensors((args, kwargs)), found)
                 return found
             noting.number_read()
         elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):

@@ -23,6 +23,12 @@ def _written(x: Tensor) -> Tensor:
     return x
 
 
+def _with_size(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, x[0, 0, :1].long() * 0] = x.shape[1]
+    return x
+
+
 def _with_table_of_the_host(x: Tensor) -> Tensor:
     table = torch.arange(4, device="cpu") / 3
     table[1:] *= torch.tensor(0.5, device="cpu")
@@ -54,11 +60,9 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
         x.sum(1) + torch.arange(9.0, device=x.device)[[2, 3, 5, -2]][range(4)]
     ),
     "a table that is made on the host": _with_table_of_the_host,
-    "positions up to a size that are made on the host": lambda x: (
-        x.sum(1) + (2 * torch.arange(x.shape[1], device="cpu")).to(x.device, x.dtype).sum()
-    ),
     "a list that is moved": lambda x: x.sum(1) + torch.tensor([0.5, 1, 2, 3], device="cpu").to(x.device),
     "positions that are made on the host": lambda x: x.sum(1)[:, torch.tensor([3, 0], device="cpu")],
+    "a size that is written": lambda x: _with_size(x).sum(1),
     "numbers that are written": lambda x: _written(x.sum(1)),
     "coordinates of a flat index": lambda x: torch.stack(torch.unravel_index(x.flatten().argmax(), x.shape)),
     "coordinates in two dims": lambda x: torch.stack(torch.unravel_index(x.flatten(0, 1).argmin(0), x.shape[:2])),
