@@ -48,6 +48,8 @@ CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 _LEAVES = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
+_HOLDS_ITSELF = "an argument of a bucketed program is a container that holds itself"
+
 _MAX_DEPTH = 2
 """Steps from the argument: values in the containers and objects that it holds count, and nothing beyond."""
 _MAX_PARTS = 100
@@ -106,11 +108,7 @@ def flatten_result_objects(result: PyTree, given: Collection[int]) -> PyTree:
         result: any pytree.
         given: ids of the program's arguments, which are not flattened.
     """
-
-    def has_tensors(x: object, parts: list[object]) -> bool:
-        return id(x) not in given and any(isinstance(part, Tensor) for part in parts)
-
-    return _flatten_objects(result, has_tensors)
+    return _flatten_objects(result, lambda x: id(x) not in given, _has_tensors)
 
 
 def flatten_argument_objects(arguments: PyTree) -> PyTree:
@@ -121,18 +119,23 @@ def flatten_argument_objects(arguments: PyTree) -> PyTree:
         >>> pytree.tree_leaves(flatten_argument_objects([Options(2.0)]))
         [2.0]
     """
+    try:
+        return _flatten_objects(
+            arguments, dataclasses.is_dataclass, lambda x, parts: type(x).__hash__ is None or _has_tensors(x, parts)
+        )
+    except RecursionError:
+        raise ValueError(_HOLDS_ITSELF) from None
 
-    def is_flattened(x: object, parts: list[object]) -> bool:
-        if not dataclasses.is_dataclass(x):
-            return False
-        return type(x).__hash__ is None or any(isinstance(part, Tensor) for part in parts)
 
-    return _flatten_objects(arguments, is_flattened)
+def _has_tensors(x: object, parts: list[object]) -> bool:
+    return any(isinstance(part, Tensor) for part in parts)
 
 
-def _flatten_objects(tree: PyTree, is_flattened: Callable[[object, list[object]], bool]) -> PyTree:
+def _flatten_objects(
+    tree: PyTree, may_open: Callable[[object], bool], is_flattened: Callable[[object, list[object]], bool]
+) -> PyTree:
     def opened(x: object) -> object:
-        if isinstance(x, (Tensor, torch.nn.Module, type, int)):
+        if isinstance(x, (Tensor, torch.nn.Module, type, int)) or not may_open(x):
             return x
         own: dict[str, object] = (
             {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} if dataclasses.is_dataclass(x) else {}
@@ -164,7 +167,7 @@ def flatten(args: Args, kwargs: Kwargs) -> tuple[list[PyTree], Structure]:
     try:
         found, structure = pytree.tree_flatten((args, kwargs))
     except RecursionError:
-        raise ValueError("an argument of a bucketed program is a container that holds itself") from None
+        raise ValueError(_HOLDS_ITSELF) from None
     if any(map(dataclasses.is_dataclass, found)):
         found, structure = pytree.tree_flatten(flatten_argument_objects((args, kwargs)))
     return found, structure

@@ -169,3 +169,18 @@ def test_a_change_of_what_an_object_holds_is_seen(device: str, name: str) -> Non
         torch.testing.assert_close(run(x, options), x.sum(0) * scale_of(options.part))
     assert run.stats().hits == 2
     assert not run.stats().fallbacks
+
+
+def test_an_object_may_hold_itself_and_a_dataclass_may_not(device: str) -> None:
+    class Scale:
+        def __init__(self) -> None:
+            self.own, self.by = self, 3
+
+    run = st.bucketed(lambda x, scale: x["x"] * x["scale"].by + scale.by, DIMS)
+    scale, x = Scale(), torch.ones(2, 5, device=device)
+    for _ in range(2):
+        assert torch.equal(run({"x": x, "scale": scale}, scale), x * 3 + 3)
+    made = make_dataclass("Options", ["own"])(None)
+    made.own = made
+    with pytest.raises(ValueError, match="a container that holds itself"):
+        run({"x": x, "scale": scale}, made)
