@@ -218,3 +218,15 @@ def test_a_parameter_is_updated_by_the_group_that_has_it() -> None:
     opt.param_groups[0]["params"].pop()
     (a + b).sum().backward()
     assert (a.item(), a.grad, b.item()) == (pytest.approx(0.9), torch.ones(1), pytest.approx(0.8))
+
+
+def test_an_update_that_a_scaler_skipped_is_the_only_one_skipped() -> None:
+    w = nn.Parameter(torch.ones(2))
+    opt = st.optim.SGD([w], lr=0.5)
+    opt.step_in_backward()
+    opt.found_inf = torch.tensor(1.0)
+    w.sum().backward()
+    assert torch.equal(w, torch.ones(2))
+    del opt.found_inf
+    w.sum().backward()
+    assert torch.equal(w, torch.full((2,), 0.5))
