@@ -69,7 +69,7 @@ class HostReads(TorchFunctionMode):
     def __enter__(self) -> HostReads:
         _active.stack.append(self)
         self._contexts.enter_context(_capturing_in_words())
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         self._contexts.push(super().__exit__)
         self._contexts.enter_context(_Ops(self))
         return self

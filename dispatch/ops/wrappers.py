@@ -89,7 +89,7 @@ def join(x: Tensor, tensors: Sequence[Tensor], by: type[Join] = Join) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if x.requires_grad:
             x.detach_()
-        by.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        by.apply(x, *tensors)  # type: ignore[no-untyped-call]  # torch's
 
 
 def split(x: Tensor) -> list[Tensor]:

@@ -158,7 +158,7 @@ def row_statistics(
         (tensor([1.3863, 1.3863]), tensor([-1.3863, -1.3863]))
     """
     sums = RowSums(options or StatisticsOptions(), targets, vector, logits, scale=scale, class_map=class_map)
-    return LogitStatistics(*_RowStatistics.apply(logits, scale, sums))  # type: ignore[no-untyped-call]
+    return LogitStatistics(*_RowStatistics.apply(logits, scale, sums))  # type: ignore[no-untyped-call]  # torch's
 
 
 def linear_row_statistics(
@@ -203,5 +203,5 @@ def linear_row_statistics(
         torch.Size([4, 3])
     """
     sums = RowSums(options or StatisticsOptions(), targets, vector, hidden, scale=scale, class_map=class_map)
-    found = _LinearRowStatistics.apply(hidden, weight, bias, scale, sums, columns, kept, shard)  # type: ignore[no-untyped-call]
-    return LogitStatistics(*found)
+    operands = hidden, weight, bias, scale, sums, columns, kept, shard
+    return LogitStatistics(*_LinearRowStatistics.apply(*operands))  # type: ignore[no-untyped-call]  # torch's

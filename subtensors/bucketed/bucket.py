@@ -85,7 +85,7 @@ class Bucket:
         self.retained: list[Tensor] = []
         """Tensors that the graph may read and nothing else may keep alive."""
         self._constants: HostConstants | None = None
-        """What the program makes on the host, while it is captured."""
+        """The tensors that the program makes on the host, while it is captured."""
         self.outputs: Outputs | None = None
         self.no_graph_reason = ""
         """The reason why it can't be captured, once that is known; "" until then."""

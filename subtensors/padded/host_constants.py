@@ -30,10 +30,11 @@ class HostConstants:
     def __init__(self) -> None:
         self.pinned: list[Tensor] = []
         self._made: dict[int, Tensor] = {}
+        """By the address of its memory, which all views of it have, one that keeps it."""
 
     def run(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
         """Run one call of the program, with copies from pinned memory where it copies from the host."""
-        if func in (Tensor.to, Tensor.cuda) and id(args[0]) in self._made:
+        if func in (Tensor.to, Tensor.cuda) and self._is_made(args[0]):
             x = args[0]
             like = func(torch.empty(0, dtype=x.dtype, device="cpu"), *args[1:], **kwargs)
             if like.device.type != "cpu":
@@ -65,23 +66,34 @@ class HostConstants:
         """Return a part of an index, with a list of positions or a tensor that is made on the host on the device."""
         if isinstance(part, (list, tuple, range)) and part and all(type(n) is int for n in part):
             part = torch.tensor(part, device="cpu")
-        elif id(part) not in self._made:
+        elif not self._is_made(part):
             return part
         return self._copied(part, device)
 
     def _copied(self, x: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu":
             x = x.clone()  # which shares no memory with an array
-            self._made[id(x)] = x
+            self._made[_address(x)] = x
             return x
         self.pinned.append(x.pin_memory())
         return self.pinned[-1].to(device, non_blocking=True)
 
     def _note(self, func: Callable[..., PyTree], given: list[Tensor], out: PyTree) -> None:
         """Note a tensor that is made on the host; one that takes part in a call with others may hold theirs, too."""
-        if all(id(x) in self._made for x in given):
-            if type(out) is Tensor and out.device.type == "cpu" and func not in _SHARING_MEMORY:
-                self._made[id(out)] = out
+        if all(map(self._is_made, given)):
+            if _is_on_host(out) and func not in _SHARING_MEMORY:
+                self._made[_address(out)] = out
         else:
-            for x in given:
-                self._made.pop(id(x), None)
+            for x in filter(_is_on_host, given):
+                self._made.pop(_address(x), None)
+
+    def _is_made(self, x: PyTree) -> bool:
+        return _is_on_host(x) and _address(x) in self._made
+
+
+def _is_on_host(x: PyTree) -> bool:
+    return type(x) is Tensor and x.device.type == "cpu" and x.layout is torch.strided
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

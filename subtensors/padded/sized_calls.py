@@ -202,13 +202,16 @@ class SizedPlainCalls(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._constants = constants
 
+    def _run(self, func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+        return func(*args, **kwargs) if self._constants is None else self._constants.run(func, args, kwargs)
+
     def __torch_function__(
         self, func: Callable[..., PyTree], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Run one call."""
         kwargs = kwargs or {}
         if func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float, complex):
-            func, args = torch.full, ((), args[0])  # the same value without a copy from the host
+            return self._run(torch.full, ((), args[0]), kwargs)  # the same value without a copy from the host
         if tree_has(PaddedSize, (args, kwargs)) and not any(issubclass(kind, PaddedTensor) for kind in types):
             try:
                 found = _at_true_sizes(func, args, {**kwargs})
@@ -219,7 +222,7 @@ class SizedPlainCalls(TorchFunctionMode):
             noting.number_read()
         elif func is Tensor.__len__ and isinstance(args[0], PaddedTensor):
             noting.number_read()
-        out = func(*args, **kwargs) if self._constants is None else self._constants.run(func, args, kwargs)
+        out = self._run(func, args, kwargs)
         if noting.into is not None and isinstance(out, Tensor):
             dtype = out._dense.dtype if isinstance(out, PaddedTensor) else out.dtype
             noting.into.dtypes.update(dtype if isinstance(dtype, list) else [dtype])  # one for each of a TensorList

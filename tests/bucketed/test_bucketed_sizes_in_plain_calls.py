@@ -11,6 +11,7 @@ from bucketed_rows import SEQ
 from torch import Tensor
 
 import subtensors as st
+from subtensors.padded.host_constants import HostConstants
 
 pytestmark = pytest.mark.usefixtures("captured")
 
@@ -90,9 +91,10 @@ def test_a_tensor_of_the_host_that_others_write_to_is_read_in_each_call(device: 
     table, numbers = torch.ones(4), np.ones(4, dtype=np.float32)
 
     def program(x: Tensor) -> Tensor:
-        made = torch.zeros(4)
+        made, written = torch.zeros(4), torch.zeros(4)
         made += table
-        return x.sum(1) + made.to(x.device) + torch.from_numpy(numbers).to(x.device)
+        written[1:].copy_(table[1:])
+        return x.sum(1) + made.to(x.device) + written.to(x.device) + torch.from_numpy(numbers).to(x.device)
 
     run = st.bucketed(program, {"x": {1: SEQ}}, check=False, key=lambda x: float(numbers[0]))
     for n in (5, 6, 5, 6):
@@ -124,3 +126,14 @@ def test_a_program_that_calls_what_has_no_rule_is_answered_by_the_plain_program(
     if graphs.pools:  # without graphs the function itself runs on the unpadded data
         torch.testing.assert_close(found, program(x))
         assert any("fft" in reason for reason in run.stats().fallbacks)
+
+
+def test_memory_that_holds_what_others_may_write_to_is_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    constants = HostConstants()
+    made, written = (constants.run(torch.zeros, (4,), {}) for _ in range(2))
+    view = constants.run(Tensor.__getitem__, (written, slice(1, None)), {})
+    constants.run(Tensor.copy_, (view, torch.ones(3)), {})
+    for t in (made, written):
+        constants.run(Tensor.to, (t, "meta"), {})
+    assert [t.tolist() for t in constants.pinned] == [[0.0] * 4]
