@@ -6,8 +6,8 @@ The model counts what each schedule of `kernels/cross_entropy/linear_cross_entro
     seconds  flops / rate + bytes moved / bandwidth + launches
 
 A GEMM of N x H x V is 2 N H V flops. By rows there are three, and every chunk reads and writes all of dW. By columns
-there are three, and a share of a fourth for logits that were not kept; every block reads and writes all of dX. The
-loss reads the logits twice and writes them once.
+there are three, and a share of a fourth for logits that were not kept; what is in memory at once reads and writes all
+of dX. The loss reads the logits twice and writes them once.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.kernels.cross_entropy.column_passes import blocks_in_gradient
+from subtensors.kernels.cross_entropy.column_passes import ColumnSplit
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.exp_passes import chunk_row_bytes, is_worth_exponentials
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
-from subtensors.kernels.cross_entropy.logits_block import reference_bytes
+from subtensors.kernels.cross_entropy.logits_block import padded_rows, part_sums_bytes, reference_bytes
 
 ROW_BYTES = 56
 """The bytes of the statistics, factors and targets of one row."""
 
 MAX_SLOWDOWN = 0.1
 """How much slower than the fastest a schedule that takes less memory may be, where no limit was given."""
+
+MAX_WASTE = 0.05
+"""How much more memory than the least of these a faster one may take."""
 
 FREE_MEMORY_SHARE = 0.8
 """The share of the free memory that a schedule may take, where no limit was given."""
@@ -209,24 +212,25 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
 
     `kept` columns have memory of their own between the passes; no more than need it.
     """
-    columns = min(columns, shape.classes)
-    blocks = math.ceil(shape.classes / columns)
+    columns, rows = min(columns, shape.classes), padded_rows(shape.rows)
     elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
-    # The last one stays where it was computed.
-    others = max(0, blocks - 1 - blocks_in_gradient(blocks, shape.rows, elements))
-    kept = min(kept, others * columns)
-    recomputed = (others - kept / columns) / blocks
-    blocks += recomputed > 0 and kept % columns > 0  # one is kept in part
+    split = ColumnSplit.of(shape.classes, columns, kept, rows, elements)
+    own = split.own[1] - split.own[0]
+    kept = max(0, min(kept, own - columns))
+    recomputed = (shape.classes - split.own[1]) / shape.classes
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
-    hidden_sum = shape.rows * shape.width * max(4, shape.itemsize) * shape.needs_hidden
-    scratch = shape.rows * (columns + kept) * shape.itemsize
-    # Where a block takes less memory than dX, dX is rounded into the memory of its own sum.
-    is_rounded = columns < shape.width and shape.itemsize == 2 and not shape.is_shard
-    at_the_end = 0 if is_rounded else shape.hidden_grad_bytes
-    memory = shape.weight_grad_bytes + hidden_sum + max(scratch, at_the_end)
-    memory += shape.temporary_bytes(shape.rows, columns, rates)
-    moved = (3 + recomputed) * shape.logits_bytes + 2 * blocks * hidden_sum + shape.weight_grad_bytes
-    seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + 2 * blocks * rates.launch
+    is_sum = split.products > 1 or shape.is_shard
+    hidden_sum = shape.rows * shape.width * (max(4, shape.itemsize) if is_sum else shape.itemsize) * shape.needs_hidden
+    logits = rows * own * shape.itemsize
+    # Where other logits take less memory than dX, dX is rounded into the memory of its own sum.
+    is_rounded = own < shape.width and shape.itemsize == 2 and not shape.is_shard
+    at_the_end = 0 if is_rounded or not is_sum else shape.hidden_grad_bytes
+    sums = part_sums_bytes(rows, max(own, split.in_gradient[1])) if rates.has_kernels else 0
+    memory = shape.weight_grad_bytes + max(hidden_sum + max(logits, at_the_end), logits + sums)
+    memory += shape.temporary_bytes(shape.rows, max(own, split.in_gradient[1]), rates)
+    moved = (3 + recomputed) * shape.logits_bytes + 2 * split.products * hidden_sum + shape.weight_grad_bytes
+    launches = 2 * split.products + split.in_gradient[1] / columns / 4  # products of dW alone hardly wait
+    seconds = products * shape.gemm_flops / rates.flops + moved / rates.bandwidth + launches * rates.launch
     schedule = Schedule(columns=columns, kept=kept)
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
 
@@ -249,7 +253,7 @@ def plan_linear_cross_entropy(
         rows: the requested rows of a chunk; the schedule takes no more memory than chunks of this size would.
         memory_limit: bytes at the peak, extra the inputs and with the gradients.
         free_bytes: of the device. Where neither `rows` nor a limit is given, a schedule within this that takes less
-            memory is preferred to a faster one, unless that is faster by more than a tenth.
+            memory is preferred to a faster one, unless that is faster by more than a tenth or takes little more.
         rates: of the device.
 
     Returns:
@@ -257,7 +261,7 @@ def plan_linear_cross_entropy(
 
     Example:
         >>> plan_linear_cross_entropy(LossShape(4096, 4096, 128256)).schedule.columns
-        8448
+        4224
         >>> plan_linear_cross_entropy(LossShape(512, 64, 1000), rows=512).schedule
         Schedule(rows=None, columns=None, kept=0, accumulate='exact')
     """
@@ -277,8 +281,9 @@ def _chosen(candidates: Iterable[ChunkPlan], memory_limit: int | None, free_byte
     fastest = min(fitting, key=lambda plan: (plan.seconds, plan.bytes), default=None)
     if fastest is None or memory_limit is not None:
         return fastest
-    slowest = (1 + MAX_SLOWDOWN) * fastest.seconds
-    return min((plan for plan in fitting if plan.seconds <= slowest), key=lambda plan: (plan.bytes, plan.seconds))
+    allowed = [plan for plan in fitting if plan.seconds <= (1 + MAX_SLOWDOWN) * fastest.seconds]
+    most = (1 + MAX_WASTE) * min(plan.bytes for plan in allowed)
+    return min((plan for plan in allowed if plan.bytes <= most), key=lambda plan: (plan.seconds, plan.bytes))
 
 
 def _limit_of_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates) -> int:
@@ -327,14 +332,18 @@ def possible_plans(
 
 
 def _keeping(plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates) -> Iterator[ChunkPlan]:
-    """Yield the plan by columns with as many kept ones as fit: whole blocks, and whole waves of tiles."""
+    """Yield the plan by columns with as many kept ones as fit, in whole tiles of a product."""
     columns = plan.schedule.columns
     if memory_limit is None or columns is None:
         return
-    spare = max(0, min((memory_limit - plan.bytes) // (shape.rows * shape.itemsize), shape.classes))
-    for kept in {spare // size * size for size in (columns, block_columns(rates)[0])} - {0}:
+    spare = max(0, min((memory_limit - plan.bytes) // (padded_rows(shape.rows) * shape.itemsize), shape.classes))
+    kept = spare // KEPT_MULTIPLE * KEPT_MULTIPLE
+    if kept:
         yield by_columns(shape, columns, kept, rates)
 
+
+KEPT_MULTIPLE = 256
+"""Columns of a tile of a product."""
 
 KEPT_SHARES = 8
 """The number of shares of the logits, equal ones, that row statistics may keep between their passes."""
@@ -358,13 +367,13 @@ def plan_row_statistics(
 
     Example:
         >>> print(plan_row_statistics(LossShape(8192, 2048, 151936)))
-        16896 columns of the logits and 67584 kept at once, 3.2 GEMMs: 1978 MiB, an estimated 26 ms (NVIDIA H200)
+        2112 columns of the logits and 75776 kept at once, 3.2 GEMMs: 1875 MiB, an estimated 26 ms (NVIDIA H200)
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
     sizes = [columns for columns in block_columns(rates) if columns < shape.classes and shape.rows]
     candidates = [
-        by_columns(shape, columns, shape.classes * share // KEPT_SHARES // columns * columns, rates)
+        by_columns(shape, columns, shape.classes * share // KEPT_SHARES // KEPT_MULTIPLE * KEPT_MULTIPLE, rates)
         for columns in sizes
         for share in range(KEPT_SHARES + 1)
     ]

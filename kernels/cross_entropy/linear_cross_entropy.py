@@ -20,9 +20,10 @@ By rows: a chunk holds complete rows, so its loss and G follow at once. Three GE
 the memory that dX does not take yet. dW is a sum over chunks: `accumulate="fast"` adds in the gradient's dtype,
 `"exact"` in float32 (`compensated_sum.py`), for two more bytes an element of W.
 
-By columns: pass 1 over the blocks gives L, pass 2 gives G and the block's rows of dW, in one GEMM over all N: exact
-without more memory. dX is a float32 sum over blocks (N x H). Between the passes, blocks wait in the memory of dW, which
-is not written yet: all of them for N <= H, else a share of H / N; the others are computed again, so 3 to 4 GEMMs.
+By columns: pass 1 gives L, pass 2 gives G and its rows of dW, in one GEMM over all N: exact without more memory. dX is
+a float32 sum (N x H) of a product or two, and one for each block of what did not stay in memory. Between the passes
+logits wait in the memory of dW, which is not written yet: all but a block for N <= H, else a share of H / N; the others
+are computed again, so 3 to 4 GEMMs (`column_passes.py`).
 
 G has the dtype of Y, as it has under autograd; everything between is float32. Where all of Y fits, both are the same.
 """
@@ -403,7 +404,7 @@ def _weight_sum(problem: Problem, rows: int, exact: bool) -> GradientSum:
 def _by_columns(problem: Problem, columns: int, kept: int) -> LossAndGradients:
     passes, loss = ColumnPasses(problem, columns, kept), problem.passes
     passes.fold(problem, loss.sums.fold)
-    loss.sums.fold_shards(problem.shard)
+    loss.sums.complete(problem.shard)
     if not any(problem.needs):
         return problem.result(None, None, None)
     factors = loss.factors(problem.factors)

@@ -44,7 +44,8 @@ class Block(NamedTuple):
     """A block of the logits.
 
     Args:
-        logits: (rows, columns), rows of one stride and adjacent columns.
+        logits: (rows, columns), row by row: adjacent columns, and rows of one stride; or class by class, the other way
+            round, where memory has room for a multiple of 16 rows.
         first_row, first_column: its position in the matrix of all logits.
     """
 
@@ -62,10 +63,20 @@ class Block(NamedTuple):
         """Its columns among all columns, [begin, end)."""
         return self.first_column, self.first_column + self.logits.shape[1]
 
+    @property
+    def is_by_class(self) -> bool:
+        """True where the logits of a class are adjacent, rather than those of a row."""
+        return self.logits.stride(1) != 1
+
     def slices(self) -> list[Block]:
-        """Return the rows that the reference takes at a time."""
-        parts = self.logits.split(rows_at_once(*self.logits.shape))
-        return [Block(part, self.first_row + n * len(parts[0]), self.first_column) for n, part in enumerate(parts)]
+        """Return the rows that the reference takes at a time, or the columns where logits lie class by class."""
+        dim = int(self.is_by_class)
+        parts = self.logits.split(rows_at_once(self.logits.shape[dim], self.logits.shape[1 - dim]), dim)
+        step = parts[0].shape[dim]
+        first = [(self.first_row, self.first_column + n * step) for n in range(len(parts))]
+        if not dim:
+            first = [(self.first_row + n * step, self.first_column) for n in range(len(parts))]
+        return [Block(part, *at) for part, at in zip(parts, first, strict=True)]
 
 
 REFERENCE_SHARE, REFERENCE_ELEMENTS = 64, 2**20
@@ -98,17 +109,85 @@ class Tile:
     rows: int = 1
 
 
-WHOLE_ROWS, LONG_ROWS, STATISTICS, GRADIENT = Tile(8192, 16), Tile(16384, 32), Tile(2048, 4, rows=2), Tile(2048, 4)
-"""The fastest of those that were measured on an H200."""
+WHOLE_ROWS, LONG_ROWS = Tile(8192, 16), Tile(16384, 32)
+STATISTICS, GRADIENT = Tile(2048, 4, rows=2), Tile(1024, 4, rows=2)
+STATISTICS_BY_CLASS, GRADIENT_BY_CLASS = Tile(16, 1, rows=256), Tile(16, 4, rows=256)
+"""The fastest of those that were measured on an H200. A warp that holds all of a row's columns folds them alone."""
+
+PROGRAMS_BY_CLASS, PART = (512, 4096), 256
+"""The fewest and the most programs where logits lie class by class, and the columns of each between these."""
+
+ROW_MULTIPLE = 16
+"""Logits that lie class by class have memory for a multiple of so many rows, so that kernels read 16 bytes at once."""
 
 MIN_LONG_COLUMNS = 2**16
 """The columns from which on a row is long."""
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows that logits take which lie class by class.
+
+    >>> padded_rows(20)
+    32
+    """
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def launch_options(tile: Tile, columns: int) -> dict[str, int]:
     """Return the block size and the warps; a block narrower than the tile gets a narrower tile."""
     width = min(tile.columns, max(128, 1 << (columns - 1).bit_length()))
     return {"BLOCK": width, "num_warps": max(1, tile.warps * width // tile.columns)}
+
+
+def parts_of_columns(row_blocks: int, columns: int) -> int:
+    """Return the parts that columns are divided into where logits lie class by class, for so many blocks of rows.
+
+    >>> parts_of_columns(16, 100_000), parts_of_columns(16, 10_000), parts_of_columns(16, 1000)
+    (256, 40, 32)
+    """
+    fewest, most = (programs // row_blocks for programs in PROGRAMS_BY_CLASS)
+    return max(1, min(max(fewest, -(-columns // PART)), most, -(-columns // STATISTICS_BY_CLASS.columns)))
+
+
+def part_sums_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of the sums that parts of the columns have, at most, while they are folded together."""
+    row_blocks = -(-rows // STATISTICS_BY_CLASS.rows)
+    return PART_SUMS * 4 * rows * parts_of_columns(max(1, row_blocks), columns)
+
+
+PART_SUMS = 4
+"""The largest logit, the sum of exponentials, one sum more, and what they are multiplied by."""
+
+
+class BlockLaunch(NamedTuple):
+    """The programs of a kernel that reads a block of logits.
+
+    Args:
+        grid: the programs: of blocks of rows, and of parts of the columns.
+        rows: of the block, and up to where there is memory.
+        columns: of the block, and of a part.
+        options: of the kernel.
+    """
+
+    grid: tuple[int, int]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    options: dict[str, int]
+
+    @staticmethod
+    def of(block: Block, by_row: Tile, by_class: Tile, is_sum: bool) -> BlockLaunch:
+        """Return the programs for a block by the tile of its layout; is_sum: a program folds a long row as a whole."""
+        rows, columns = block.logits.shape
+        options = launch_options(by_class if block.is_by_class else by_row, columns)
+        width = options["BLOCK"]
+        if block.is_by_class:
+            height = min(by_class.rows, max(ROW_MULTIPLE, 1 << (rows - 1).bit_length()))
+            parts = parts_of_columns(-(-rows // height), columns)
+            row_end, part = block.logits.stride(1), -(-columns // (parts * width)) * width
+        else:
+            height, row_end, part = by_row.rows, rows, columns if is_sum else width
+            parts = -(-columns // part)
+        return BlockLaunch((-(-rows // height), parts), (rows, row_end), (columns, part), {"ROWS": height, **options})
 
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -228,18 +307,19 @@ class LinearHead:
         """The dtype in which sums are kept: float32, or float64 for float64 operands."""
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
-    def block(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Return the block of these rows and columns of its own at the beginning of some memory."""
-        height, width = rows[1] - rows[0], columns[1] - columns[0]
-        first = columns[0] if self.shard is None else self.shard.first + columns[0]
-        return Block(memory[: height * width].view(height, width), rows[0], first)
-
-    def logits(self, memory: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Block:
-        """Compute a block of logits at the beginning of some memory."""
-        block = self.block(memory, rows, columns)
+    def block(self, memory: Tensor, columns: tuple[int, int]) -> Block:
+        """Return the block of these columns of its own, class by class at the beginning of some memory."""
         begin, end = columns
-        weight, bias = self.weight[begin:end].t(), None if self.bias is None else self.bias[begin:end]
-        self._multiply(self.hidden[slice(*rows)], weight, bias, block.logits)
+        rows = padded_rows(self.hidden.shape[0])
+        first = begin if self.shard is None else self.shard.first + begin
+        logits = memory[: (end - begin) * rows].view(end - begin, rows)[:, : self.hidden.shape[0]].t()
+        return Block(logits, 0, first)
+
+    def logits(self, memory: Tensor, columns: tuple[int, int]) -> Block:
+        """Compute a block of logits at the beginning of some memory."""
+        block, (begin, end) = self.block(memory, columns), columns
+        bias = None if self.bias is None else self.bias[begin:end, None]
+        self._multiply(self.weight[begin:end], self.hidden.t(), bias, block.logits.t())
         return block
 
     def logits_of_rows(self, memory: Tensor, begin: int, end: int) -> Block:
@@ -253,11 +333,11 @@ class LinearHead:
         return self.weight.t()
 
     @staticmethod
-    def _multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+    def _multiply(a: Tensor, b: Tensor, bias: Tensor | None, logits: Tensor) -> None:
         if bias is None:
-            torch.mm(hidden, weight, out=logits)
+            torch.mm(a, b, out=logits)
         else:
-            torch.addmm(bias, hidden, weight, out=logits)
+            torch.addmm(bias, a, b, out=logits)
 
     def weight_grad(self) -> Tensor | None:
         """Return memory for the gradient of the weight; None where it is not needed."""

@@ -83,7 +83,7 @@ class _LinearRowStatistics(torch.autograd.Function):
         check_classes(sums.targets, linear.classes)
         ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
         ctx.passes.fold(linear, sums.fold)
-        sums.fold_shards(shard)
+        sums.complete(shard)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight_used, bias, weight, scale)  # type: ignore[arg-type]  # None is fine
         return _result(ctx)

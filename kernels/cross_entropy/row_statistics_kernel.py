@@ -24,6 +24,10 @@ With upstream gradients g_L, g_t, g_P and g_E, and g_Q and g_S, the gradient of 
 https://arxiv.org/abs/1805.02867), q = sum_k exp(z_k - m) (z_k - m) and the other sums of each
 row, so that P = q / s - log s; `row_gradient_kernel` writes the gradient of a block of columns, over the logits where
 the caller says so. Everything is computed in float32.
+
+The logits of a block lie row by row, or class by class. A program takes ROWS rows, and a part of the columns: all of
+them where rows are long, else a share, so that there are enough programs. Each part has sums of its own, which the
+caller folds together. Rows [rows, row_end) are padding that may be read and written.
 """
 
 from __future__ import annotations
@@ -49,50 +53,67 @@ def mapped_logit(
 
 
 @triton.jit
-def row_statistics_kernel(
-    logits, row_stride, targets, vector, soft, soft_stride, class_weight, scales, offsets, masked, row_maxes, sum_exps,
-    sum_exp_logits, sum_exp_vectors, argmaxes, target_logits, logit_sums, rows, all_rows, begin, columns, softcap,
-    inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, EXACT_ENTROPY: tl.constexpr,
-    HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    SCALES_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Fold columns [begin, begin + columns) into the sums of each row, a program for ROWS rows.
+def pointers_to(base, row, k, row_stride, column_stride, BY_CLASS: tl.constexpr):
+    """Return pointers to columns k of rows: a base for each of those that are far apart, and 32 bits from there."""
+    if BY_CLASS:
+        return (base + k.to(tl.int64) * column_stride)[None, :] + row[:, None]
+    else:
+        return (base + row.to(tl.int64) * row_stride)[:, None] + k[None, :]
 
-    `targets` and `target_logits` are (TARGETS, all_rows); for soft targets `target_logits` is Q.
+
+@triton.jit
+def row_statistics_kernel(
+    logits, targets, vector, soft, class_weight, scales, offsets, masked, row_maxes, sum_exps, sum_exp_logits,
+    sum_exp_vectors, argmaxes, target_logits, logit_sums, row_stride, column_stride, soft_stride, rows, row_end,
+    all_rows, begin, columns, columns_of_part, softcap, inv_temperature, TARGETS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, EXACT_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, HAS_ARGMAX: tl.constexpr,
+    SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SCALES_OFFSETS: tl.constexpr, BY_CLASS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fold columns [begin, begin + columns) into the sums of each row, a program for ROWS rows and a part of them.
+
+    Sums are (parts, all_rows). `targets` and `target_logits` are (TARGETS, all_rows); for soft targets `target_logits`
+    is Q, a sum.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = row < rows
-    row_max = tl.load(row_maxes + row, mask=valid, other=0.0)
-    sum_exp = tl.load(sum_exps + row, mask=valid, other=0.0)
+    row_blocks = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
+    valid, exists = row < rows, row < row_end
+    part = tl.program_id(0) // row_blocks
+    first = part * columns_of_part
+    last = tl.minimum(first + columns_of_part, columns)
+    own = part.to(tl.int64) * all_rows + row
+    row_max = tl.load(row_maxes + own, mask=valid, other=0.0)
+    sum_exp = tl.load(sum_exps + own, mask=valid, other=0.0)
     if HAS_ENTROPY:
-        sum_exp_logit = tl.load(sum_exp_logits + row, mask=valid, other=0.0)
+        sum_exp_logit = tl.load(sum_exp_logits + own, mask=valid, other=0.0)
     if HAS_VECTOR:
-        sum_exp_vector = tl.load(sum_exp_vectors + row, mask=valid, other=0.0)
+        sum_exp_vector = tl.load(sum_exp_vectors + own, mask=valid, other=0.0)
     if HAS_ARGMAX:
-        argmax = tl.load(argmaxes + row, mask=valid, other=0)
+        argmax = tl.load(argmaxes + own, mask=valid, other=0)
     if SOFT_TARGETS:
-        target_logit = tl.load(target_logits + row, mask=valid, other=0.0)
+        target_logit = tl.load(target_logits + own, mask=valid, other=0.0)
     if HAS_SMOOTHING:
-        logit_sum = tl.load(logit_sums + row, mask=valid, other=0.0)
+        logit_sum = tl.load(logit_sums + own, mask=valid, other=0.0)
     scale_of_row = 1.0
     if HAS_SCALE:
         scale_of_row = tl.load(scales + row, mask=valid, other=0.0)[:, None]
-    for start in range(0, columns, BLOCK):
+    for start in range(first, last, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        inside = valid[:, None] & (k < columns)[None, :]
-        place = row[:, None] * row_stride + k[None, :]
-        y = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+        inside = valid[:, None] & (k < last)[None, :]
+        place = pointers_to(logits, row, k, row_stride, column_stride, BY_CLASS)
+        y = tl.load(place, mask=exists[:, None] & (k < last)[None, :], other=0.0).to(tl.float32)
         u, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
         z = mapped_logit(
-            u, scale_of_row, offsets, masked, (begin + k)[None, :], (k < columns)[None, :],
+            u, scale_of_row, offsets, masked, (begin + k)[None, :], (k < last)[None, :],
             HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS,
         )  # fmt: skip
-        z = tl.where(inside, z, float("-inf"))  # a softcap makes the padding finite
+        z = tl.where(inside, z, float("-inf"))
         block_max = tl.max(z, 1)
         if HAS_ARGMAX:
             found = (begin + start + tl.argmax(z, 1)).to(tl.int64)
-            argmax = tl.where(block_max > row_max, found, argmax)
+            is_first = (block_max > row_max) | ((block_max == row_max) & (found < argmax))  # in any order of blocks
+            argmax = tl.where(is_first, found, argmax)
         new_max = tl.maximum(row_max, block_max)
         shift = shift_of(new_max)
         scale = tl.exp(row_max - shift)
@@ -104,24 +125,26 @@ def row_statistics_kernel(
             counted = inside if EXACT_ENTROPY else e > 0
             sum_exp_logit = scale * (sum_exp_logit + moved) + tl.sum(tl.where(counted, e * shifted, 0.0), 1)
         if HAS_VECTOR:
-            v = tl.load(vector + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
+            v = tl.load(vector + begin + k, mask=k < last, other=0.0).to(tl.float32)[None, :]
             sum_exp_vector = scale * sum_exp_vector + tl.sum(tl.where(inside, e * v, 0.0), 1)
         sum_exp = scale * sum_exp + tl.sum(e, 1)
         row_max = new_max
         if SOFT_TARGETS or HAS_SMOOTHING:
             w = tl.full((1, BLOCK), 1.0, tl.float32)
             if HAS_CLASS_WEIGHT:
-                w = tl.load(class_weight + begin + k, mask=k < columns, other=0.0).to(tl.float32)[None, :]
+                w = tl.load(class_weight + begin + k, mask=k < last, other=0.0).to(tl.float32)[None, :]
             if HAS_SMOOTHING:
                 logit_sum += tl.sum(tl.where(inside, w * z, 0.0), 1)
             if SOFT_TARGETS:
-                q = tl.load(soft + row[:, None] * soft_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+                place = pointers_to(soft, row, k, soft_stride, 1, False)
+                q = tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 target_logit += tl.sum(tl.where(inside, w * q * z, 0.0), 1)
     for t in tl.static_range(TARGETS):
         # The class may lie in these columns; one that is none, such as the -1 of an ignored row, lies in none.
         target = tl.load(targets + t * all_rows + row, mask=valid, other=-1)
-        here = (target >= begin) & (target < begin + columns)
-        y = tl.load(logits + row * row_stride + (target - begin), mask=here, other=0.0).to(tl.float32)
+        here = (target >= begin + first) & (target < begin + last)
+        place = row.to(tl.int64) * row_stride + (target - begin) * column_stride
+        y = tl.load(logits + place, mask=here, other=0.0).to(tl.float32)
         u, _ = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
         if HAS_SCALE:
             scale_of_row = tl.load(scales + row, mask=valid, other=0.0)
@@ -129,67 +152,95 @@ def row_statistics_kernel(
             u, scale_of_row, offsets, masked, target, here, HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS
         )  # fmt: skip
         tl.store(target_logits + t * all_rows + row, z, mask=here)
-    tl.store(row_maxes + row, row_max, mask=valid)
-    tl.store(sum_exps + row, sum_exp, mask=valid)
+    tl.store(row_maxes + own, row_max, mask=valid)
+    tl.store(sum_exps + own, sum_exp, mask=valid)
     if HAS_ENTROPY:
-        tl.store(sum_exp_logits + row, sum_exp_logit, mask=valid)
+        tl.store(sum_exp_logits + own, sum_exp_logit, mask=valid)
     if HAS_VECTOR:
-        tl.store(sum_exp_vectors + row, sum_exp_vector, mask=valid)
+        tl.store(sum_exp_vectors + own, sum_exp_vector, mask=valid)
     if HAS_ARGMAX:
-        tl.store(argmaxes + row, argmax, mask=valid)
+        tl.store(argmaxes + own, argmax, mask=valid)
     if SOFT_TARGETS:
-        tl.store(target_logits + row, target_logit, mask=valid)
+        tl.store(target_logits + own, target_logit, mask=valid)
     if HAS_SMOOTHING:
-        tl.store(logit_sums + row, logit_sum, mask=valid)
+        tl.store(logit_sums + own, logit_sum, mask=valid)
 
 
 @triton.jit
 def row_gradient_kernel(
-    logits, row_stride, gradients, gradient_stride, scale_gradients, targets, vector, soft, soft_stride, class_weight,
-    scales, offsets, masked, row_maxes, log_sums, of_softmax, of_entropy, of_vector, of_targets, of_smoothing, all_rows,
-    begin, columns, softcap, inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    EXACT_ENTROPY: tl.constexpr, HAS_VECTOR: tl.constexpr, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    SCALES_OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, gradients, scale_gradients, targets, vector, soft, class_weight, scales, offsets, masked, row_maxes,
+    log_sums, of_softmax, of_entropy, of_vector, of_targets, of_smoothing, row_stride, column_stride,
+    gradient_row_stride, gradient_column_stride, soft_stride, rows, row_end, all_rows, begin, columns, columns_of_part,
+    softcap, inv_temperature, TARGETS: tl.constexpr, HAS_ENTROPY: tl.constexpr, EXACT_ENTROPY: tl.constexpr,
+    HAS_VECTOR: tl.constexpr, SOFT_TARGETS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SCALES_OFFSETS: tl.constexpr,
+    BY_CLASS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of columns [begin, begin + columns), a program a row and BLOCK columns.
+    """Write the gradient of columns [begin, begin + columns), a program for ROWS rows and a part of them.
 
     `of_softmax`, `of_entropy`, `of_vector` and `of_smoothing` are a, b, e and g_S of each row; `of_targets` is g_t,
-    (TARGETS, all_rows), or g_Q. `scale_gradients`, (rows, programs a row), takes each program's part of d / d r.
+    (TARGETS, all_rows), or g_Q. `scale_gradients`, (parts, rows), takes each part of d / d r.
     """
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < columns
-    y = tl.load(logits + row * row_stride + k, mask=inside, other=0.0).to(tl.float32)
-    u, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+    row_blocks = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
+    valid, exists = row < rows, row < row_end
+    part = tl.program_id(0) // row_blocks
+    first = part * columns_of_part
+    last = tl.minimum(first + columns_of_part, columns)
+    row_max = tl.load(row_maxes + row, mask=valid, other=0.0)[:, None]
+    log_sum = tl.load(log_sums + row, mask=valid, other=0.0)[:, None]
+    factor_of_row = tl.load(of_softmax + row, mask=valid, other=0.0)[:, None]
+    if HAS_ENTROPY:
+        entropy_factor = tl.load(of_entropy + row, mask=valid, other=0.0)[:, None]
+    if HAS_VECTOR:
+        vector_factor = tl.load(of_vector + row, mask=valid, other=0.0)[:, None]
+    if SOFT_TARGETS:
+        target_factor = tl.load(of_targets + row, mask=valid, other=0.0)[:, None]
+    if HAS_SMOOTHING:
+        smoothing_factor = tl.load(of_smoothing + row, mask=valid, other=0.0)[:, None]
     scale = 1.0
     if HAS_SCALE:
-        scale = tl.load(scales + row)
-    z = mapped_logit(u, scale, offsets, masked, begin + k, inside, HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS)
-    log_p = (z - tl.load(row_maxes + row)) - tl.load(log_sums + row)
-    factor = tl.load(of_softmax + row)
-    if HAS_ENTROPY:
-        # p log p is 0 where p is 0, and its logit may be -inf.
-        factor += tl.load(of_entropy + row) * tl.where(log_p == float("-inf"), 0.0, log_p)
-    if HAS_VECTOR:
-        factor += tl.load(of_vector + row) * tl.load(vector + begin + k, mask=inside, other=0.0).to(tl.float32)
-    g = tl.exp(log_p) * factor
-    if SOFT_TARGETS or HAS_SMOOTHING:
-        w = 1.0
-        if HAS_CLASS_WEIGHT:
-            w = tl.load(class_weight + begin + k, mask=inside, other=0.0).to(tl.float32)
-        if HAS_SMOOTHING:
-            g += tl.load(of_smoothing + row) * w
-        if SOFT_TARGETS:
-            q = tl.load(soft + row * soft_stride + k, mask=inside, other=0.0).to(tl.float32)
-            g += tl.load(of_targets + row) * w * q
-    for t in tl.static_range(TARGETS):
-        target = tl.load(targets + t * all_rows + row)
-        g += tl.where(k == target - begin, tl.load(of_targets + t * all_rows + row), 0.0)
-    if HAS_OFFSETS:
-        g = tl.where(tl.load(masked + begin + k, mask=inside, other=0) != 0, 0.0, g)
+        scale = tl.load(scales + row, mask=valid, other=0.0)[:, None]
+        scale_gradient = tl.zeros((ROWS,), tl.float32)
+    for start in range(first, last, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        in_part = (k < last)[None, :]
+        inside = exists[:, None] & in_part
+        place = pointers_to(logits, row, k, row_stride, column_stride, BY_CLASS)
+        y = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        u, slope = transformed_logit(y, softcap, inv_temperature, HAS_SOFTCAP)
+        z = mapped_logit(
+            u, scale, offsets, masked, (begin + k)[None, :], in_part, HAS_SCALE, HAS_OFFSETS, SCALES_OFFSETS
+        )  # fmt: skip
+        log_p = (z - row_max) - log_sum
+        factor = factor_of_row
+        if HAS_ENTROPY:
+            # p log p is 0 where p is 0, and its logit may be -inf.
+            factor = factor + entropy_factor * tl.where(log_p == float("-inf"), 0.0, log_p)
+        if HAS_VECTOR:
+            v = tl.load(vector + begin + k, mask=k < last, other=0.0).to(tl.float32)[None, :]
+            factor = factor + vector_factor * v
+        g = tl.exp(log_p) * factor
+        if SOFT_TARGETS or HAS_SMOOTHING:
+            w = tl.full((1, BLOCK), 1.0, tl.float32)
+            if HAS_CLASS_WEIGHT:
+                w = tl.load(class_weight + begin + k, mask=k < last, other=0.0).to(tl.float32)[None, :]
+            if HAS_SMOOTHING:
+                g += smoothing_factor * w
+            if SOFT_TARGETS:
+                place = pointers_to(soft, row, k, soft_stride, 1, False)
+                q = tl.load(place, mask=inside & valid[:, None], other=0.0).to(tl.float32)
+                g += target_factor * w * q
+        for t in tl.static_range(TARGETS):
+            target = tl.load(targets + t * all_rows + row, mask=valid, other=-1)[:, None] - begin
+            of_target = tl.load(of_targets + t * all_rows + row, mask=valid, other=0.0)[:, None]
+            g += tl.where(k[None, :] == target, of_target, 0.0)
+        if HAS_OFFSETS:
+            g = tl.where(tl.load(masked + begin + k, mask=k < last, other=0)[None, :] != 0, 0.0, g)
+        if HAS_SCALE:
+            scale_gradient += tl.sum(tl.where(inside, g * u, 0.0), 1)
+            g *= scale
+        place = pointers_to(gradients, row, k, gradient_row_stride, gradient_column_stride, BY_CLASS)
+        tl.store(place, (g * slope).to(gradients.dtype.element_ty), mask=inside)
     if HAS_SCALE:
-        part = tl.sum(tl.where(inside, g * u, 0.0), 0)
-        tl.store(scale_gradients + row * tl.num_programs(1) + tl.program_id(1), part)
-        g *= scale
-    tl.store(gradients + row * gradient_stride + k, (g * slope).to(gradients.dtype.element_ty), mask=inside)
+        tl.store(scale_gradients + part.to(tl.int64) * rows + row, scale_gradient, mask=valid)

@@ -6,6 +6,7 @@ kernels are tested against, which runs on a CPU and in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
-from subtensors.kernels.cross_entropy.logits_block import Block, launch_options, uses_kernels
+from subtensors.kernels.cross_entropy.logits_block import Block, BlockLaunch, uses_kernels
 from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
-from subtensors.kernels.runtime.launcher import launching_on
+from subtensors.kernels.runtime.launcher import cached_launcher
+
+_BEHIND_ALL = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Factors(NamedTuple):
 
 
 class RowSums:
-    """The running sums of N rows of logits, which blocks of columns are folded into.
+    """The running sums of N rows of logits, which blocks of columns are folded into; `complete` ends them.
 
     Args:
         options: the transform of the logits, and what to compute.
@@ -134,6 +137,8 @@ class RowSums:
         self.target_logits = torch.zeros(given + (soft is not None), count, dtype=self.dtype, device=like.device)
         """(T, N), the transformed logits of the given classes; (1, N), their weighted sums with soft targets."""
         self.logit_sum = zeros(options.smoothing)
+        self._parts = 1
+        """How many sums a row has, one behind the other: kernels fold each part of the columns into one of its own."""
         self.scale_grad = zeros(scale is not None)
         """(N,), the gradient of the scale, of the blocks whose gradient was written since `factors`."""
 
@@ -190,7 +195,9 @@ class RowSums:
             total[..., own] for total in self._totals
         )
         if self.options.argmax:
-            argmax.copy_(torch.where(top > row_max, begin + z.argmax(1), argmax))
+            found = begin + z.argmax(1)
+            is_first = (top > row_max) | ((top == row_max) & (found < argmax))  # in any order of blocks
+            argmax.copy_(torch.where(is_first, found, argmax))
         shifted = z - self._move_max(own, torch.maximum(row_max, top))[:, None]
         e = shifted.exp()
         if self.options.entropy:
@@ -214,46 +221,79 @@ class RowSums:
         """Make the sums of some rows relative to another largest logit, and return the shift of exponents."""
         row_max, sum_exp, sum_exp_logit, sum_exp_vector = (total[own] for total in self._totals[:4])
         shift = torch.where(new_max == -torch.inf, 0.0, new_max)
-        scale = (row_max - shift).exp()
+        moved = (row_max - shift).masked_fill_(sum_exp == 0, 0.0)
         if self.options.entropy:
-            sum_exp_logit.add_(torch.where(sum_exp > 0, (row_max - shift) * sum_exp, 0.0)).mul_(scale)
-        if self.vector is not None:
-            sum_exp_vector.mul_(scale)
-        sum_exp.mul_(scale)
+            sum_exp_logit.addcmul_(moved, sum_exp)
+        scale = moved.exp_()
+        for total in (sum_exp, sum_exp_logit, sum_exp_vector):
+            if total.numel():
+                total.mul_(scale)
         row_max.copy_(new_max)
         return shift
 
-    def fold_shards(self, shard: VocabularyShard | None) -> None:
-        """Fold in the sums of the other processes' classes; None: there are none."""
+    def complete(self, shard: VocabularyShard | None = None) -> None:
+        """Fold together the sums of parts; and, where other processes have more classes, theirs."""
+        if self._parts > 1:
+            for name in self._divided:
+                total: Tensor = getattr(self, name)
+                setattr(self, name, total.view(*total.shape[:-1], self._parts, total.shape[-1] // self._parts))
+            self._relate_to(self.row_max.amax(0))
+            for name in self._divided:
+                total = getattr(self, name)
+                setattr(self, name, total.amin(-2) if name in ("row_max", "argmax") else total.sum(-2))
+            self._parts = 1
         if shard is None:
             return
-        new_max = shard.largest(self.row_max, self.targets)
-        if self.options.argmax:  # the first of the largest, as in one process
-            shard.reduced(self.argmax.masked_fill_(self.row_max != new_max, shard.classes), "MIN")
-        self._move_max(slice(None), new_max)
+        self._relate_to(shard.largest(self.row_max, self.targets))
+        if self.options.argmax:
+            shard.reduced(self.argmax, "MIN")
         totals = [t for t in (*self._totals[1:4], *self._totals[5:]) if t.numel()]
         sums = shard.reduced(torch.cat([t.flatten() for t in totals]), "SUM").split([t.numel() for t in totals])
         for total, folded in zip(totals, sums, strict=True):
             total.copy_(folded.view_as(total))
 
+    def _relate_to(self, new_max: Tensor) -> None:
+        """Make all sums relative to another largest logit; the class of a smaller one comes after all others."""
+        if self.options.argmax:
+            self.argmax.masked_fill_(self.row_max != new_max, _BEHIND_ALL)
+        self._move_max(slice(None), new_max)
+
+    @property
+    def _divided(self) -> list[str]:
+        """The names of the sums that each part of the columns has; a given class is in one part alone."""
+        names = ["row_max", "sum_exp", "sum_exp_logit", "sum_exp_vector", "argmax", "logit_sum"]
+        return names if self.soft is None else [*names, "target_logits"]
+
+    def _divide(self, parts: int) -> None:
+        """Add empty sums until each of so many parts of the columns has its own."""
+        for name in self._divided:
+            total: Tensor = getattr(self, name)
+            more = total.shape[-1] // self._parts * (parts - self._parts)
+            empty = total.new_full((), -torch.inf if name == "row_max" else 0).expand(*total.shape[:-1], more)
+            setattr(self, name, torch.cat([total, empty], -1))
+        self._parts = parts
+
     def _fold_by_kernel(self, block: Block) -> None:
-        from subtensors.kernels.cross_entropy.row_statistics_kernel import row_statistics_kernel
+        launch = BlockLaunch.of(block, logits_block.STATISTICS, logits_block.STATISTICS_BY_CLASS, is_sum=True)
+        if launch.grid[1] > self._parts:
+            self._divide(launch.grid[1])
+        operands, soft_stride = self._operands(block)
+        cached_launcher("cross_entropy.row_statistics_kernel", "row_statistics_kernel")(
+            math.prod(launch.grid),
+            (block.logits, *operands, *(total[..., block.first_row :] for total in self._totals)),
+            *(*block.logits.stride(), soft_stride, *launch.rows, self.targets.shape[1], block.first_column),
+            *(*launch.columns, *self._scalars),
+            **self._flags,
+            HAS_ARGMAX=self.options.argmax,
+            BY_CLASS=block.is_by_class,
+            **launch.options,
+        )
 
-        rows, columns = block.logits.shape
-        tile = logits_block.STATISTICS
-        with launching_on(block.logits.device):
-            row_statistics_kernel[(-(-rows // tile.rows),)](
-                *(block.logits, block.logits.stride(0), *self._operands(block)),
-                *(total[..., slice(*block.rows)] for total in self._totals),
-                *(rows, self.targets.shape[1], block.first_column, columns, *self._scalars),
-                **self._flags,
-                HAS_ARGMAX=self.options.argmax,
-                ROWS=tile.rows,
-                **launch_options(tile, columns),
-            )
+    def _operands(self, block: Block) -> tuple[tuple[Tensor, ...], int]:
+        """Return targets, vector, distributions, class weights and maps, and the stride of the distributions.
 
-    def _operands(self, block: Block) -> tuple[Tensor | int, ...]:
-        """Return targets, vector, distributions, class weights and maps, with the logits in place of absent ones."""
+        The logits are in place of those that are absent.
+        """
         logits, own = block.logits, slice(*block.rows)
         soft = logits if self.soft is None else self.soft[own, slice(*block.columns)]
         weight = logits if self.class_weight is None else self.class_weight
@@ -261,7 +301,7 @@ class RowSums:
         scale = logits if self.scale is None else self.scale[own]
         offsets, masked = (logits, logits) if self.class_map is None else self.class_map[:2]
         masked = masked.view(torch.uint8) if masked.dtype == torch.bool else masked
-        return self.targets[:, own], vector, soft, soft.stride(0), weight, scale, offsets, masked
+        return (self.targets[:, own], vector, soft, weight, scale, offsets, masked), soft.stride(0)
 
     @property
     def _scalars(self) -> tuple[float, float]:
@@ -326,9 +366,8 @@ class RowSums:
         if self.kernels:
             self._write_by_kernel(block, factors.rows(*block.rows), into)
             return
-        parts = block.slices()
-        for part, rows in zip(parts, into.split(len(parts[0].logits)), strict=True):
-            self._write_by_reference(part, factors.rows(*part.rows), rows)
+        for part, gradient in zip(block.slices(), block._replace(logits=into).slices(), strict=True):
+            self._write_by_reference(part, factors.rows(*part.rows), gradient.logits)
 
     def _write_by_reference(self, block: Block, factors: Factors, into: Tensor) -> None:
         own = slice(*block.rows)
@@ -359,23 +398,21 @@ class RowSums:
         into.copy_(gradient * slope)
 
     def _write_by_kernel(self, block: Block, factors: Factors, into: Tensor) -> None:
-        from subtensors.kernels.cross_entropy.row_statistics_kernel import row_gradient_kernel
-
-        logits = block.logits
-        rows, columns = logits.shape
-        options = launch_options(logits_block.GRADIENT, columns)
-        parts = -(-columns // options["BLOCK"])
-        scale_grads = self.scale_grad.new_empty(rows if self.scale is not None else 0, parts)
-        with launching_on(logits.device):
-            row_gradient_kernel[(rows, parts)](
-                *(logits, logits.stride(0), into, into.stride(0), scale_grads, *self._operands(block)),
-                *(self.row_max[slice(*block.rows)], *factors),
-                *(self.targets.shape[1], block.first_column, columns, *self._scalars),
-                **self._flags,
-                **options,
-            )
-        if self.scale is not None:
-            self.scale_grad[slice(*block.rows)] += scale_grads.sum(1)
+        logits, has_scale = block.logits, self.scale is not None
+        launch = BlockLaunch.of(block, logits_block.GRADIENT, logits_block.GRADIENT_BY_CLASS, is_sum=False)
+        scale_grads = self.scale_grad.new_empty(launch.grid[1] if has_scale else 0, len(logits))
+        operands, soft_stride = self._operands(block)
+        cached_launcher("cross_entropy.row_statistics_kernel", "row_gradient_kernel")(
+            math.prod(launch.grid),
+            (logits, into, scale_grads, *operands, self.row_max[slice(*block.rows)], *factors),
+            *(*logits.stride(), *into.stride(), soft_stride, *launch.rows, self.targets.shape[1], block.first_column),
+            *(*launch.columns, *self._scalars),
+            **self._flags,
+            BY_CLASS=block.is_by_class,
+            **launch.options,
+        )
+        if has_scale:
+            self.scale_grad[slice(*block.rows)] += scale_grads.sum(0)
 
 
 def check_classes(targets: Tensor, classes: int) -> None:

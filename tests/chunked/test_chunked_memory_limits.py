@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections.abc import Callable
@@ -47,23 +48,37 @@ def gradients_peak(loss: Loss, dtype: torch.dtype, **chunks: int) -> int:
     hidden = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = (0.1 * torch.randn(CLASSES, WIDTH, generator=generator)).to(dtype).requires_grad_()
     target = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    return peak(lambda: loss(F.linear(st.chunk(hidden, **chunks), weight), target).backward())
+
+
+def peak(step: Callable[[], object]) -> int:
+    """Return the most bytes that are allocated at once."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        loss(F.linear(st.chunk(hidden, **chunks), weight), target).backward()
+        step()
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
     changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
+    held = most = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
         held += change.nbytes()
-        peak = max(peak, held)
-    return peak
+        most = max(most, held)
+    return most
+
+
+@functools.cache
+def products_take_memory() -> bool:
+    """Return whether torch's 16-bit products compute in float32 memory of their own, as on CPUs without bfloat16."""
+    a, result = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16), torch.empty(ROWS, ROWS, dtype=torch.bfloat16)
+    return peak(lambda: torch.mm(a, a.t(), out=result)) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("limit", [1_500_000, 4_000_000])
 def test_a_limit_bounds_the_allocated_bytes_at_the_peak(loss: Loss, dtype: torch.dtype, limit: int) -> None:
+    if dtype.itemsize == 2 and products_take_memory():
+        pytest.skip("torch's products take memory of their own here, which no plan can bound")
     gradients_peak(loss, dtype, memory_limit=limit)  # what is computed once
     assert gradients_peak(loss, dtype, memory_limit=limit) <= limit
 

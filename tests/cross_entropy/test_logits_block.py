@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from chunked_programs import class_by_class
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
@@ -31,6 +32,7 @@ def small_tiles() -> Any:
         patch.setattr(logits_block, "MIN_LONG_COLUMNS", 500)
         patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
         patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
+        patch.setattr(logits_block, "PROGRAMS_BY_CLASS", (4, 8))
         yield
 
 
@@ -189,9 +191,9 @@ def test_large_logits_err_as_in_plain_torch_but_for_a_subnormal_softmax(
 
 
 @each_kernel_lowering
-@given(data=some.data(), values=logits(), cut=some.floats(0, 1))
+@given(data=some.data(), values=logits(), cut=some.floats(0, 1), is_by_class=some.booleans())
 def test_blocks_of_columns_are_folded_into_statistics_then_get_their_gradient(
-    lowering: Lowering, data: Any, values: Tensor, cut: float
+    lowering: Lowering, data: Any, values: Tensor, cut: float, is_by_class: bool
 ) -> None:
     values = values.to(lowering.device)
     rows, columns = values.shape
@@ -201,11 +203,14 @@ def test_blocks_of_columns_are_folded_into_statistics_then_get_their_gradient(
     first = max(1, int(cut * columns))
     for kernels in (True, False):
         passes, whole = LossPasses(row_loss, values.device, kernels), within_poison(values)
-        blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
         apart = torch.full_like(whole, torch.nan)
+        if is_by_class:
+            apart = whole = class_by_class(values)
+        blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
         with np.errstate(all="ignore"):
-            for block in blocks:
+            for block in reversed(blocks) if is_by_class else blocks:
                 passes.sums.fold(block)
+            passes.sums.complete()
             for block in blocks:
                 into = apart[:, slice(*block.columns)]
                 passes.sums.write_gradient(block, passes.factors(factors), into)

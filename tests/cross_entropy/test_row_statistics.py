@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunked_programs import assert_as_exact
+from chunked_programs import assert_as_exact, class_by_class
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
@@ -27,6 +27,7 @@ def small_tiles() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_block, "STATISTICS", Tile(128, 4, rows=4))
         patch.setattr(logits_block, "GRADIENT", Tile(128, 4))
+        patch.setattr(logits_block, "PROGRAMS_BY_CLASS", (4, 8))
         yield
 
 
@@ -105,9 +106,9 @@ def gradient(found: LogitStatistics, upstream: list[Tensor], *leaves: Tensor) ->
 
 
 @each_kernel_lowering
-@given(data=some.data(), problem=problems(), cut=some.floats(0, 1))
+@given(data=some.data(), problem=problems(), cut=some.floats(0, 1), is_by_class=some.booleans())
 def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torch(
-    lowering: Lowering, data: Any, problem: Any, cut: float
+    lowering: Lowering, data: Any, problem: Any, cut: float, is_by_class: bool
 ) -> None:
     logits, targets, vector, options, (scale, classes) = problem
     columns = logits.shape[1]
@@ -131,11 +132,14 @@ def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torc
     for kernels in (True, False):
         given = targets.to(device), vector.float().to(device), values, kernels
         sums = RowSums(options, *given, scale=scale, class_map=classes)
-        blocks = [Block(values[:, :first])] + [Block(values[:, first:], 0, first)] * (first < columns)
-        into = torch.full_like(values, torch.nan)
+        whole, into = values, torch.full_like(values, torch.nan)
+        if is_by_class:
+            into = whole = class_by_class(values)
+        blocks = [Block(whole[:, :first])] + [Block(whole[:, first:], 0, first)] * (first < columns)
         with np.errstate(all="ignore"):
-            for block in blocks:
+            for block in reversed(blocks) if is_by_class else blocks:
                 sums.fold(block)
+            sums.complete()
             found = sums.statistics()
             kept = [u.float().to(values.device) * x.isfinite() for u, x in zip(upstream, found[:5], strict=True)]
             factors = sums.factors((*kept, None))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import subtensors as st
 from subtensors.chunked.lazy_tensor import LazyTensor
 from subtensors.dispatch.ops.op_classes import OpClass, op_class, overload_name
+from subtensors.kernels.cross_entropy.logits_block import padded_rows
 
 Program = Callable[..., Any]
 
@@ -295,3 +296,10 @@ def linear_tensors() -> dict[str, Tensor]:
     sizes = {"h": (ROWS, WIDTH), "w": (CLASSES, WIDTH), "v": (CLASSES, WIDTH)}
     leaves = {name: torch.randn(*size, generator=g).requires_grad_() for name, size in sizes.items()}
     return {**leaves, "target": torch.randint(0, CLASSES, (ROWS,), generator=g)}
+
+
+def class_by_class(logits: Tensor) -> Tensor:
+    """The same logits, those of a class adjacent, in memory that is NaN elsewhere."""
+    memory = torch.full((logits.shape[1], padded_rows(logits.shape[0])), torch.nan, dtype=logits.dtype)
+    found = memory.to(logits.device)[:, : logits.shape[0]].t()
+    return found.copy_(logits)
