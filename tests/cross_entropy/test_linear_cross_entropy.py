@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_lowering
 
+from subtensors.kernels.cross_entropy.column_passes import ColumnSplit, aligned
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
-from subtensors.kernels.cross_entropy.logits_block import LossAndGradients
+from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, padded_rows
 
 GRADIENTS = ("hidden", "weight", "bias")
 
@@ -216,3 +217,23 @@ def test_a_gradient_wider_than_the_weight_is_summed_in_its_own_dtype() -> None:
         assert gradient.dtype == torch.float32
         whole = case.ours(weight_grad_dtype=torch.float32).weight
         torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-6)
+
+
+@given(
+    classes=some.integers(1, 300), columns=some.integers(1, 300), kept=some.integers(0, 300),
+    rows=some.integers(1, 20), elements=some.integers(0, 300),
+)  # fmt: skip
+def test_rows_of_a_gradient_are_written_behind_logits_that_are_yet_to_be_read(
+    classes: int, columns: int, kept: int, rows: int, elements: int
+) -> None:
+    rows, columns = padded_rows(rows), min(columns, classes)
+    split = ColumnSplit.of(classes, columns, kept, rows, elements)
+    parts = [split.in_gradient, split.own, *split.others]
+    assert [begin for begin, _ in parts] == [0, *[end for _, end in parts[:-1]]]
+    assert parts[-1][1] == classes
+    assert max(end - begin for begin, end in parts[1:]) <= columns + kept
+    end = split.in_gradient[1]
+    start = aligned(classes * elements) - end * rows
+    assert start >= 0
+    for first in range(0, end, columns):
+        assert min(first + columns, end) * elements <= start + first * rows
