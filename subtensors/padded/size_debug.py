@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import cycle
+from itertools import product
 from types import FrameType
 
 import torch
@@ -46,8 +46,9 @@ def _decides_otherwise(size: PaddedSize, compare: Callable[[int, float], bool], 
     others = other.sizes.each_on_host(other.size) if isinstance(other, PaddedSize) else (other,)
     if not (own and others):
         return True
-    rows = range(max(len(own), len(others)))  # one of all rows is that of each
-    return any(compare(a, b) != outcome for a, b, _ in zip(cycle(own), cycle(others), rows, strict=False))
+    # Of two batches of as many rows those of a row are compared, as the program would; of others, any two.
+    pairs = zip(own, others, strict=True) if len(own) == len(others) else product(own, others)
+    return any(compare(a, b) != outcome for a, b in pairs)
 
 
 def warn_at_caller(message: str) -> None:

@@ -128,3 +128,15 @@ def test_sizes_of_a_ragged_and_of_a_uniform_batch_are_compared() -> None:
         assert ragged.shape[1] == uniform.shape[1]
         assert uniform.shape[1] >= ragged.shape[1]
         assert not ragged.shape[1] < uniform.shape[1]
+
+
+@pytest.mark.parametrize(("others", "warns"), [((4, 1), True), ((2, 2), False)])
+def test_sizes_of_ragged_batches_of_other_numbers_of_rows_are_compared_each_with_each(
+    others: tuple[int, int], warns: bool
+) -> None:
+    own = st.pad([torch.ones(n) for n in (5, 3, 5, 3)], {0: SEQ})
+    other = st.pad([torch.ones(n) for n in others], {0: st.Dim("other", max=24, buckets=st.Linear(4))})
+    with warnings.catch_warnings(record=True) as seen, st.watch_size_arithmetic():
+        warnings.simplefilter("always")
+        assert own.shape[1] > other.shape[1]
+    assert bool(seen) == warns
