@@ -24,10 +24,19 @@ from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.exp_passes import chunk_row_bytes, is_worth_exponentials
 from subtensors.kernels.cross_entropy.linear_cross_entropy import Accumulate
-from subtensors.kernels.cross_entropy.logits_block import padded_rows, part_sums_bytes, reference_bytes
+from subtensors.kernels.cross_entropy.logits_block import (
+    LOSS_PART_BYTES,
+    STATISTICS_PART_BYTES,
+    padded_rows,
+    part_sums_bytes,
+    reference_bytes,
+)
 
 ROW_BYTES = 56
 """The bytes of the statistics, factors and targets of one row."""
+
+REFERENCE_ROW_BYTES = 96
+"""The bytes of what the torch reference computes for each row of a block."""
 
 MAX_SLOWDOWN = 0.1
 """How much slower than the fastest a schedule that takes less memory may be, where no limit was given."""
@@ -144,7 +153,7 @@ class LossShape:
         if rates.has_kernels and self.itemsize < 8:
             return 0
         matrices = (rows, columns), (self.classes, self.width), (self.rows, self.width)
-        return max(reference_bytes(*sizes, self.itemsize) for sizes in matrices)
+        return max(reference_bytes(*sizes, self.itemsize) for sizes in matrices) + REFERENCE_ROW_BYTES * rows
 
 
 @dataclass(frozen=True)
@@ -207,15 +216,24 @@ def by_rows(shape: LossShape, rows: int, accumulate: Accumulate, rates: Rates = 
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
 
 
-def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -> ChunkPlan:
-    """Return the schedule by blocks of columns, and its expected cost.
+def by_columns(
+    shape: LossShape, columns: int, kept: int, rates: Rates = H200, part_bytes: int = LOSS_PART_BYTES
+) -> ChunkPlan:
+    """Return the schedule by columns, and its expected cost.
 
-    `kept` columns have memory of their own between the passes; no more than need it.
+    Args:
+        shape: of the loss.
+        columns: see `ColumnPasses`.
+        kept: how many more have memory of their own between the passes; no more than need it.
+        rates: of the device.
+        part_bytes: of the sums of a row that each part of the columns has.
     """
     columns, rows = min(columns, shape.classes), padded_rows(shape.rows)
     elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
+    kept *= shape.needs_hidden or shape.needs_weight
     split = ColumnSplit.of(shape.classes, columns, kept, rows, elements)
     own = split.own[1] - split.own[0]
+    most = max(own, split.in_gradient[1])
     kept = max(0, min(kept, own - columns))
     recomputed = (shape.classes - split.own[1]) / shape.classes
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
@@ -227,9 +245,9 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     # Where other logits take less memory than dX, dX is rounded into the memory of its own sum.
     is_rounded = own < shape.width and shape.itemsize == 2 and not shape.is_shard
     at_the_end = 0 if is_rounded or not is_sum else shape.hidden_grad_bytes
-    sums = part_sums_bytes(rows, max(own, split.in_gradient[1])) if rates.has_kernels else 0
+    sums = part_sums_bytes(rows, most, part_bytes) if rates.has_kernels else 0
     memory = shape.weight_grad_bytes + max(hidden_sum + max(logits, at_the_end), logits + sums)
-    memory += shape.temporary_bytes(shape.rows, max(own, split.in_gradient[1]), rates)
+    memory += shape.temporary_bytes(shape.rows, most, rates)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * split.products * hidden_sum + shape.weight_grad_bytes
     launches = 3 * split.products + split.in_gradient[1] / columns / 4  # products of dW alone hardly wait
     seconds = (products + idle) * shape.gemm_flops / rates.flops + moved / rates.bandwidth + launches * rates.launch
@@ -237,13 +255,13 @@ def by_columns(shape: LossShape, columns: int, kept: int, rates: Rates = H200) -
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
 
 
-TILE = 256, 128
+GRADIENT_TILE = 256, 128
 """The classes and the width of a tile of dW."""
 
 
 def _idle(shape: LossShape, classes: int, rates: Rates) -> float:
     """Return how much longer the product for some rows of dW takes where few tiles leave most multiprocessors idle."""
-    tiles = math.ceil(classes / TILE[0]) * math.ceil(shape.width / TILE[1])
+    tiles = math.ceil(classes / GRADIENT_TILE[0]) * math.ceil(shape.width / GRADIENT_TILE[1])
     return rates.multiprocessors / max(1, tiles) - 1 if 2 * tiles < rates.multiprocessors else 0.0
 
 
@@ -343,15 +361,21 @@ def possible_plans(
         yield from _keeping(plan, shape, memory_limit, rates)
 
 
-def _keeping(plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates) -> Iterator[ChunkPlan]:
+def _keeping(
+    plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates, part_bytes: int = LOSS_PART_BYTES
+) -> Iterator[ChunkPlan]:
     """Yield the plan by columns with as many kept ones as fit, in whole tiles of a product."""
     columns = plan.schedule.columns
     if memory_limit is None or columns is None:
         return
-    spare = max(0, min((memory_limit - plan.bytes) // (padded_rows(shape.rows) * shape.itemsize), shape.classes))
-    kept = spare // TILE[0] * TILE[0]
-    if kept:
-        yield by_columns(shape, columns, kept, rates)
+    column_bytes, tile = padded_rows(shape.rows) * shape.itemsize, GRADIENT_TILE[0]
+    kept = min((memory_limit - plan.bytes) // column_bytes, shape.classes) // tile * tile
+    while kept > 0:
+        found = by_columns(shape, columns, kept, rates, part_bytes)
+        if found.bytes <= memory_limit:
+            yield found
+            return
+        kept -= math.ceil((found.bytes - memory_limit) / (column_bytes * tile)) * tile
 
 
 KEPT_SHARES = 8
@@ -381,11 +405,13 @@ def plan_row_statistics(
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)
     sizes = [columns for columns in block_columns(rates) if columns < shape.classes and shape.rows]
+    tile = GRADIENT_TILE[0]
     candidates = [
-        by_columns(shape, columns, shape.classes * share // KEPT_SHARES // TILE[0] * TILE[0], rates)
+        by_columns(shape, columns, shape.classes * share // KEPT_SHARES // tile * tile, rates, STATISTICS_PART_BYTES)
         for columns in sizes
         for share in range(KEPT_SHARES + 1)
     ]
     for columns in sizes:
-        candidates += _keeping(by_columns(shape, columns, 0, rates), shape, memory_limit, rates)
+        plan = by_columns(shape, columns, 0, rates, STATISTICS_PART_BYTES)
+        candidates += _keeping(plan, shape, memory_limit, rates, STATISTICS_PART_BYTES)
     return _chosen(candidates, memory_limit, free_bytes)

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
-from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, padded_rows, product_into
+from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, add_over_rows, padded_rows, product_into
 
 Parts = list[tuple[int, int]]
 
@@ -42,14 +41,16 @@ class ColumnPasses:
 
     Args:
         linear: the linear layer.
-        columns: whose rows of the weight's gradient are written at once, and whose logits have memory of their own.
-        kept: the number of further columns that have; those that have none are computed again.
+        columns: how many rows of the weight's gradient are written at once, and how many logits of a row have memory
+            beside that gradient's.
+        kept: how many more have, so that they need not be computed again.
     """
 
     def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
         (rows, _), classes = linear.hidden.shape, linear.weight.shape[0]
-        self.columns, self.rows = min(columns, classes), padded_rows(rows)
-        self.split = ColumnSplit.of(classes, self.columns, kept, self.rows, _elements_per_column(linear))
+        self.columns, self.padded_rows = min(columns, classes), padded_rows(rows)
+        kept *= any(linear.needs)
+        self.split = ColumnSplit.of(classes, self.columns, kept, self.padded_rows, _elements_per_column(linear))
         self._memory: _Memory | None = None
         """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
 
@@ -81,21 +82,22 @@ class ColumnPasses:
         weight_grad, bias_grad = memory.weight_grad, linear.bias_grad()
         hidden_sum = self._hidden_sum(linear) if needs.hidden else None
         kept = self._kept(linear, memory)
-        for part, place in [*kept, *((part, memory.own) for part in self.split.others)]:
-            is_kept = is_computed and part in self.split.kept
-            block = linear.block(place, part) if is_kept else linear.logits(place, part)
+        others = [(part, memory.own) for part in self.split.others]
+        for number, (part, place) in enumerate([*kept, *others]):
+            is_there = is_computed and number < len(kept)
+            block = linear.block(place, part) if is_there else linear.logits(place, part)
             gradient, (begin, end) = block.logits, part
             write_gradient(block, gradient)
             if hidden_sum is not None:
                 hidden_sum.add_product(gradient, linear.weight[begin:end])
             if bias_grad is not None:
-                torch.sum(gradient, 0, dtype=linear.compute_dtype, out=bias_grad[begin:end])
+                add_over_rows(bias_grad[begin:end], block)
             if weight_grad is not None:
                 step = self.columns if part == self.split.in_gradient else end - begin
                 for first, last in parts(end - begin, step):
-                    rows = weight_grad[begin + first : begin + last]
-                    product_into(rows, gradient[:, first:last].t(), linear.hidden, accumulate=False)
-        del memory, kept, place, block, gradient  # their memory is reused by dX
+                    result = weight_grad[begin + first : begin + last]
+                    product_into(result, gradient[:, first:last].t(), linear.hidden, accumulate=False)
+        del memory, kept, others, place, block, gradient  # their memory is reused by dX
         if hidden_sum is None:
             return None, weight_grad, bias_grad
         hidden_grad = hidden_sum.take()
@@ -105,17 +107,16 @@ class ColumnPasses:
 
     def _allocate(self, linear: LinearHead) -> _Memory:
         begin, end = self.split.own
-        return _Memory(linear.weight_grad(), linear.hidden.new_empty((end - begin) * self.rows))
+        return _Memory(linear.weight_grad(), linear.hidden.new_empty((end - begin) * self.padded_rows))
 
     def _kept(self, linear: LinearHead, memory: _Memory) -> list[tuple[tuple[int, int], Tensor]]:
         """Return the columns whose logits are kept between the passes, and where."""
-        found = [(self.split.own, memory.own)]
-        count = self.split.in_gradient[1]
-        if memory.weight_grad is not None and count:
-            logits = memory.weight_grad.view(-1).view(linear.hidden.dtype)
-            end = aligned(logits.numel())
-            found.insert(0, (self.split.in_gradient, logits[end - count * self.rows : end]))
-        return found
+        own, count = (self.split.own, memory.own), self.split.in_gradient[1]
+        if memory.weight_grad is None or not count:
+            return [own]
+        logits = memory.weight_grad.view(-1).view(linear.hidden.dtype)
+        end = aligned(logits.numel())
+        return [(self.split.in_gradient, logits[end - count * self.padded_rows : end]), own]
 
     def _hidden_sum(self, linear: LinearHead) -> GradientSum:
         """Return the accumulator of the hidden states' gradient."""
@@ -146,27 +147,21 @@ class ColumnSplit(NamedTuple):
 
         Args:
             classes: V.
-            columns: whose rows of the weight's gradient are written at once, and that have memory of their own.
-            kept: how many more have.
+            columns, kept: see `ColumnPasses`.
             rows: N, padded.
             elements: how many logits take the memory of a class's row of that gradient.
 
-        >>> ColumnSplit.of(8, 1, 0, 16, 16)
-        ColumnSplit(in_gradient=(0, 7), own=(7, 8), others=[])
-        >>> ColumnSplit.of(8, 1, 1, 32, 16)
-        ColumnSplit(in_gradient=(0, 3), own=(3, 5), others=[(5, 7), (7, 8)])
+        >>> ColumnSplit.of(100, 20, 0, 16, 16)
+        ColumnSplit(in_gradient=(0, 80), own=(80, 100), others=[])
+        >>> ColumnSplit.of(100, 20, 10, 32, 16)
+        ColumnSplit(in_gradient=(0, 32), own=(32, 62), others=[(62, 92), (92, 100)])
         """
         # While rows [c, c + columns) of dW are written, the logits of these classes are still read.
         room = aligned(classes * elements) - columns * min(rows, elements)
-        first = max(0, room // max(rows, elements, 1))
+        first = aligned(max(0, min(room // max(rows, elements, 1), classes - 1)))  # kernels are compiled for alignment
         last = min(classes, first + columns + kept)
         others = [(last + begin, last + end) for begin, end in parts(classes - last, max(1, last - first))]
         return ColumnSplit((0, first), (first, last), others)
-
-    @property
-    def kept(self) -> tuple[tuple[int, int], ...]:
-        """The classes whose logits are kept between the passes."""
-        return self.in_gradient, self.own
 
     @property
     def products(self) -> int:
@@ -175,7 +170,7 @@ class ColumnSplit(NamedTuple):
 
 
 def aligned(elements: int) -> int:
-    """Return as many elements as end at an address that kernels read 16 bytes from.
+    """Return the number of elements up to the last address that kernels read 16 bytes from.
 
     >>> aligned(100)
     96

@@ -49,6 +49,7 @@ from subtensors.kernels.cross_entropy.logits_block import (
     GradFlags,
     LinearHead,
     LossAndGradients,
+    add_over_rows,
     launch_options,
     product_into,
     uses_kernels,
@@ -370,7 +371,7 @@ class _RowSums:
         if hidden_grad is not None:
             torch.mm(gradient, self._problem.weight, out=hidden_grad)
         if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=self._problem.compute_dtype)
+            add_over_rows(self._bias, Block(gradient))
 
     def gather(self) -> Tensor:
         """Return the gradient of all hidden states, with the rows that are computed so far."""

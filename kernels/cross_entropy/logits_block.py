@@ -45,13 +45,15 @@ class Block(NamedTuple):
 
     Args:
         logits: (rows, columns), row by row: adjacent columns, and rows of one stride; or class by class, the other way
-            round, where memory has room for a multiple of 16 rows.
+            round.
         first_row, first_column: its position in the matrix of all logits.
+        row_end: where logits lie class by class, how many rows the memory has room for; None: they lie row by row.
     """
 
     logits: Tensor
     first_row: int = 0
     first_column: int = 0
+    row_end: int | None = None
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -66,17 +68,17 @@ class Block(NamedTuple):
     @property
     def is_by_class(self) -> bool:
         """True where the logits of a class are adjacent, rather than those of a row."""
-        return self.logits.stride(1) != 1
+        return self.row_end is not None
 
     def slices(self) -> list[Block]:
         """Return the rows that the reference takes at a time, or the columns where logits lie class by class."""
         dim = int(self.is_by_class)
         parts = self.logits.split(rows_at_once(self.logits.shape[dim], self.logits.shape[1 - dim]), dim)
-        step = parts[0].shape[dim]
-        first = [(self.first_row, self.first_column + n * step) for n in range(len(parts))]
-        if not dim:
-            first = [(self.first_row + n * step, self.first_column) for n in range(len(parts))]
-        return [Block(part, *at) for part, at in zip(parts, first, strict=True)]
+        down, across = (0, parts[0].shape[1]) if dim else (parts[0].shape[0], 0)
+        return [
+            Block(part, self.first_row + n * down, self.first_column + n * across, self.row_end)
+            for n, part in enumerate(parts)
+        ]
 
 
 REFERENCE_SHARE, REFERENCE_ELEMENTS = 64, 2**20
@@ -149,14 +151,14 @@ def parts_of_columns(row_blocks: int, columns: int) -> int:
     return max(1, min(max(fewest, -(-columns // PART)), most, -(-columns // STATISTICS_BY_CLASS.columns)))
 
 
-def part_sums_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of the sums that parts of the columns have, at most, while they are folded together."""
+LOSS_PART_BYTES, STATISTICS_PART_BYTES = 17, 30
+"""The most bytes a row and part, while sums are folded together: of a loss, and of all statistics of rows."""
+
+
+def part_sums_bytes(rows: int, columns: int, each: int) -> int:
+    """Return the bytes of the sums that parts of the columns have, at `each` a row and part."""
     row_blocks = -(-rows // STATISTICS_BY_CLASS.rows)
-    return PART_SUMS * 4 * rows * parts_of_columns(max(1, row_blocks), columns)
-
-
-PART_SUMS = 4
-"""The largest logit, the sum of exponentials, one sum more, and what they are multiplied by."""
+    return each * rows * parts_of_columns(max(1, row_blocks), columns)
 
 
 class BlockLaunch(NamedTuple):
@@ -180,10 +182,10 @@ class BlockLaunch(NamedTuple):
         rows, columns = block.logits.shape
         options = launch_options(by_class if block.is_by_class else by_row, columns)
         width = options["BLOCK"]
-        if block.is_by_class:
+        if block.row_end is not None:
             height = min(by_class.rows, max(ROW_MULTIPLE, 1 << (rows - 1).bit_length()))
             parts = parts_of_columns(-(-rows // height), columns)
-            row_end, part = block.logits.stride(1), -(-columns // (parts * width)) * width
+            row_end, part = block.row_end, -(-columns // (parts * width)) * width
         else:
             height, row_end, part = by_row.rows, rows, columns if is_sum else width
             parts = -(-columns // part)
@@ -246,6 +248,13 @@ def scale_by_kernel(tensor: Tensor, factor: Tensor) -> None:
     if tensor.numel():
         launch = cached_launcher("cross_entropy.scale_add_kernel", "scale_kernel")
         launch(SCALE_PROGRAMS, (tensor, factor), tensor.numel(), PROGRAMS=SCALE_PROGRAMS, BLOCK=SCALE_BLOCK)
+
+
+def add_over_rows(total: Tensor, block: Block) -> None:
+    """Add the sum over a block's rows to `total`, (columns,), in its dtype; on a CPU, which copies it, part by part."""
+    for part in [block] if block.logits.is_cuda else block.slices():
+        begin, end = (n - block.first_column for n in part.columns)
+        total[begin:end] += part.logits.sum(0, dtype=total.dtype)
 
 
 def product_into(result: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -313,7 +322,7 @@ class LinearHead:
         rows = padded_rows(self.hidden.shape[0])
         first = begin if self.shard is None else self.shard.first + begin
         logits = memory[: (end - begin) * rows].view(end - begin, rows)[:, : self.hidden.shape[0]].t()
-        return Block(logits, 0, first)
+        return Block(logits, 0, first, rows)
 
     def logits(self, memory: Tensor, columns: tuple[int, int]) -> Block:
         """Compute a block of logits at the beginning of some memory."""

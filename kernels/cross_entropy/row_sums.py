@@ -94,7 +94,9 @@ class Factors(NamedTuple):
 
 
 class RowSums:
-    """The running sums of N rows of logits, which blocks of columns are folded into; `complete` ends them.
+    """The running sums of N rows of logits, which blocks of columns are folded into.
+
+    After blocks that lie class by class, and where other processes have more classes, `complete` ends them.
 
     Args:
         options: the transform of the logits, and what to compute.
@@ -255,14 +257,15 @@ class RowSums:
     def _relate_to(self, new_max: Tensor) -> None:
         """Make all sums relative to another largest logit; the class of a smaller one comes after all others."""
         if self.options.argmax:
-            self.argmax.masked_fill_(self.row_max != new_max, _BEHIND_ALL)
+            self.argmax.masked_fill_(self.row_max < new_max, _BEHIND_ALL)
         self._move_max(slice(None), new_max)
 
     @property
     def _divided(self) -> list[str]:
         """The names of the sums that each part of the columns has; a given class is in one part alone."""
         names = ["row_max", "sum_exp", "sum_exp_logit", "sum_exp_vector", "argmax", "logit_sum"]
-        return names if self.soft is None else [*names, "target_logits"]
+        names += [] if self.soft is None else ["target_logits"]
+        return [name for name in names if getattr(self, name).numel()]
 
     def _divide(self, parts: int) -> None:
         """Add empty sums until each of so many parts of the columns has its own."""

@@ -42,13 +42,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS, WIDTH, CLASSES = 512, 16, 3000
 
 
-def gradients_peak(loss: Loss, dtype: torch.dtype, **chunks: int) -> int:
+def gradients_peak(loss: Loss, dtype: torch.dtype, has_bias: bool = False, **chunks: int) -> int:
     """Return the bytes at the peak of a loss and its backward above its inputs."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = (0.1 * torch.randn(CLASSES, WIDTH, generator=generator)).to(dtype).requires_grad_()
     target = torch.randint(0, CLASSES, (ROWS,), generator=generator)
-    return peak(lambda: loss(F.linear(st.chunk(hidden, **chunks), weight), target).backward())
+    bias = torch.zeros(CLASSES, dtype=dtype).requires_grad_() if has_bias else None
+    return peak(lambda: loss(F.linear(st.chunk(hidden, **chunks), weight, bias), target).backward())
 
 
 def peak(step: Callable[[], object]) -> int:
@@ -67,9 +68,9 @@ def peak(step: Callable[[], object]) -> int:
 
 
 @functools.cache
-def products_take_memory() -> bool:
-    """Return whether torch's 16-bit products compute in float32 memory of their own, as on CPUs without bfloat16."""
-    a, result = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16), torch.empty(ROWS, ROWS, dtype=torch.bfloat16)
+def products_take_memory(dtype: torch.dtype) -> bool:
+    """Return whether torch's products compute in float32 memory of their own, as those of bfloat16 do on some CPUs."""
+    a, result = torch.ones(ROWS, WIDTH, dtype=dtype), torch.empty(ROWS, ROWS, dtype=dtype)
     return peak(lambda: torch.mm(a, a.t(), out=result)) > 0
 
 
@@ -77,10 +78,20 @@ def products_take_memory() -> bool:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("limit", [1_500_000, 4_000_000])
 def test_a_limit_bounds_the_allocated_bytes_at_the_peak(loss: Loss, dtype: torch.dtype, limit: int) -> None:
-    if dtype.itemsize == 2 and products_take_memory():
+    if products_take_memory(dtype):
         pytest.skip("torch's products take memory of their own here, which no plan can bound")
     gradients_peak(loss, dtype, memory_limit=limit)  # what is computed once
     assert gradients_peak(loss, dtype, memory_limit=limit) <= limit
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", [F.cross_entropy, policy])
+@pytest.mark.parametrize("limit", [2_000_000, 4_000_000])
+def test_a_limit_bounds_the_bytes_with_a_bias_too(loss: Loss, dtype: torch.dtype, limit: int) -> None:
+    if products_take_memory(dtype):
+        pytest.skip("torch's products take memory of their own here, which no plan can bound")
+    gradients_peak(loss, dtype, has_bias=True, memory_limit=limit)  # what is computed once
+    assert gradients_peak(loss, dtype, has_bias=True, memory_limit=limit) <= limit
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,11 +17,13 @@ from benchmarks.chunked_rows import LossRow
 from benchmarks.fit_plan import fitted, ours, plan_of
 from benchmarks.rows import load
 from subtensors.dispatch.chunked.cost_model import (
+    CPU,
     H200,
     MAX_SLOWDOWN,
     ChunkPlan,
     LossShape,
     Rates,
+    _keeping,
     block_columns,
     by_columns,
     by_rows,
@@ -97,6 +99,18 @@ def test_row_statistics_keep_as_many_columns_as_fit() -> None:
         products.append(plan.products)
     assert products == sorted(products, reverse=True)
     assert products[4] == pytest.approx(3.44, abs=0.005), "at 1400 MiB"
+
+
+@given(shape=shapes, limit=some.integers(2**20, 2**37), rates=some.sampled_from([H200, CPU]))
+def test_of_columns_as_many_are_kept_as_fit(shape: LossShape, limit: int, rates: Rates) -> None:
+    shape = replace(shape, needs_weight=True)
+    for columns in block_columns(rates):
+        none = by_columns(shape, columns, 0, rates)
+        most = min(shape.classes, (limit - none.bytes) // (16 * shape.itemsize)) // 256 * 256
+        counts = [kept for kept in (256, most // 4096 * 256) if kept > 0]
+        fits = any(by_columns(shape, columns, kept, rates).bytes <= limit for kept in counts)
+        if columns < shape.classes and fits:
+            assert [*_keeping(none, shape, limit, rates)]
 
 
 def test_a_frozen_weight_is_planned_by_rows_with_two_products() -> None:

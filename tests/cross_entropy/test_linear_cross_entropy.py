@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunked_programs import allocations
 from cross_entropy_cases import Case, Sizes, cases, check, example, plain
 from hypothesis import given
 from hypothesis import strategies as some
@@ -18,6 +19,7 @@ from programs import Lowering, each_lowering
 from subtensors.kernels.cross_entropy.column_passes import ColumnSplit, aligned
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy
 from subtensors.kernels.cross_entropy.logits_block import LossAndGradients, padded_rows
+from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics
 
 GRADIENTS = ("hidden", "weight", "bias")
 
@@ -191,9 +193,7 @@ def test_the_order_by_columns_takes_four_products_for_logits_that_are_not_kept()
     case = example()
     with Sizes() as sizes:
         case.ours(columns=8)
-    # Of 23 classes the gradient's memory keeps 4, other memory 8 at once, three times: a pass, a pass over what was not
-    # kept, dX, dW.
-    assert len(sizes.products) == 4 + 2 + 4 + 4
+    assert len(sizes.products) == 3 + 2 + 3 + 3  # a pass, a pass without the block that was kept, dX, dW
     with Sizes() as sizes:
         case.ours(rows=4)
     assert len(sizes.products) == 3 * 3
@@ -206,7 +206,33 @@ def test_columns_that_are_kept_are_not_computed_again(kept: int) -> None:
         result = case.ours(columns=8, kept=kept)
     check(result, case)
     computed = sum(columns for columns, rows in sizes.products if rows == 12)
-    assert computed == 23 + max(0, 23 - 4 - 8 - kept), "once, and once more all but those in memory"
+    assert computed == 23 + max(0, 23 - 8 - kept), "once, and once more all but those in memory"
+
+
+def test_logits_in_the_memory_of_the_gradient_take_one_product_however_many_blocks_they_are() -> None:
+    case = example(count=32, width=40, classes=200)
+    with Sizes() as sizes:
+        result = case.ours(columns=24)
+    check(result, case)
+    # Of 200 classes the gradient's memory keeps 176, and other memory 24: a pass and dX of two products, dW of 8 and 1.
+    assert [shape for shape in sizes.products if shape[1] == 32] == [(176, 32), (24, 32)]
+    assert sizes.products.count((32, 40)) == 2
+    assert sizes.products.count((24, 40)) == 7 + 1
+
+
+def test_columns_are_not_kept_where_no_gradient_is_needed() -> None:
+    case = example(count=64, width=4, classes=500)
+    with allocations() as made:
+        case.ours(needs=(False, False, False), columns=8, kept=400)
+    assert made.largest < 64 * 400
+
+
+def test_no_rows_have_gradients_of_zero() -> None:
+    hidden, weight = torch.ones(0, 16, requires_grad=True), torch.ones(32, 16, requires_grad=True)
+    found = linear_row_statistics(hidden, weight, None, torch.empty(1, 0, dtype=torch.int64), columns=8)
+    found.log_probabilities.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 def test_a_gradient_wider_than_the_weight_is_summed_in_its_own_dtype() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from subtensors.kernels.cross_entropy import logits_block
 from subtensors.kernels.cross_entropy.cross_entropy import CrossEntropy, RowLoss, RowStatistics
 from subtensors.kernels.cross_entropy.linear_cross_entropy import LossPasses
-from subtensors.kernels.cross_entropy.logits_block import Block, Tile
+from subtensors.kernels.cross_entropy.logits_block import Block, Tile, padded_rows
 
 DEFAULTS = {name: getattr(logits_block, name) for name in ("WHOLE_ROWS", "LONG_ROWS", "STATISTICS", "GRADIENT")}
 
@@ -206,7 +206,8 @@ def test_blocks_of_columns_are_folded_into_statistics_then_get_their_gradient(
         apart = torch.full_like(whole, torch.nan)
         if is_by_class:
             apart = whole = class_by_class(values)
-        blocks = [Block(whole[:, :first], 0, 0)] + [Block(whole[:, first:], 0, first)] * (first < columns)
+        end = padded_rows(rows) if is_by_class else None
+        blocks = [Block(whole[:, :first], 0, 0, end)] + [Block(whole[:, first:], 0, first, end)] * (first < columns)
         with np.errstate(all="ignore"):
             for block in reversed(blocks) if is_by_class else blocks:
                 passes.sums.fold(block)

@@ -14,7 +14,7 @@ from programs import Lowering, each_kernel_lowering
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy import logits_block
-from subtensors.kernels.cross_entropy.logits_block import Block, Tile
+from subtensors.kernels.cross_entropy.logits_block import Block, Tile, padded_rows
 from subtensors.kernels.cross_entropy.row_statistics import linear_row_statistics, row_statistics
 from subtensors.kernels.cross_entropy.row_sums import ClassMap, LogitStatistics, RowSums, StatisticsOptions
 
@@ -135,7 +135,8 @@ def test_statistics_of_blocks_of_columns_and_their_gradient_are_as_exact_as_torc
         whole, into = values, torch.full_like(values, torch.nan)
         if is_by_class:
             into = whole = class_by_class(values)
-        blocks = [Block(whole[:, :first])] + [Block(whole[:, first:], 0, first)] * (first < columns)
+        end = padded_rows(len(values)) if is_by_class else None
+        blocks = [Block(whole[:, :first], 0, 0, end)] + [Block(whole[:, first:], 0, first, end)] * (first < columns)
         with np.errstate(all="ignore"):
             for block in reversed(blocks) if is_by_class else blocks:
                 sums.fold(block)
@@ -167,6 +168,19 @@ def test_an_exact_entropy_is_nan_where_a_logit_is_minus_infinity(lowering: Lower
             torch.testing.assert_close(
                 sums.statistics().negative_entropy, (log_p.exp() * expected).sum(1), equal_nan=True
             )
+
+
+@each_kernel_lowering
+def test_one_class_lies_row_by_row_whatever_its_stride(lowering: Lowering) -> None:
+    logits = torch.randn(40, 20, device=lowering.device).t()[:, :1].requires_grad_()
+    assert logits.stride() == (1, 20) or logits.stride(1) != 1
+    targets = torch.zeros(1, 20, dtype=torch.int64, device=lowering.device)
+    sums = RowSums(StatisticsOptions(), targets, None, logits, kernels=True)
+    sums.fold(Block(logits.detach()))
+    factors = sums.factors((None, None, torch.ones(1, 20, device=lowering.device), None, None, None))
+    into = torch.full((20, 1), torch.nan, device=lowering.device)
+    sums.write_gradient(Block(logits.detach()), factors, into)
+    assert (into == 0).all()
 
 
 def _leaves(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tensor]:
