@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -55,7 +56,7 @@ class Rates:
     Args:
         flops: of large 16-bit GEMMs, a second.
         bandwidth: bytes a second, read or written by the passes between them.
-        launch: seconds of overhead a chunk or block: launches, and idle tiles of a GEMM.
+        launch: seconds of overhead: one a chunk of rows; by columns three a product that adds to dX.
         multiprocessors: how many there are.
         device: its name; None where the tensors are on a CPU, of whose time the rates say nothing.
         has_kernels: whether Triton kernels run there; else the torch reference does, with temporaries of its own.
@@ -70,7 +71,7 @@ class Rates:
 
 
 H200 = Rates(flops=687e12, bandwidth=4.62e12, launch=23.6e-6)
-"""Fitted to the rows of docs/benchmarks/chunked.json by `python -m benchmarks fit-plan`."""
+"""Fitted to the rows of docs/benchmarks/chunked.json by `python -m subtensors bench fit-plan`."""
 
 CPU = replace(H200, device=None, has_kernels=False)
 """The rates that compare schedules on a CPU: an H200's, without kernels."""
@@ -224,7 +225,7 @@ def by_columns(
     Args:
         shape: of the loss.
         columns: see `ColumnPasses`.
-        kept: how many more have memory of their own between the passes; no more than need it.
+        kept: how many more columns have a buffer between the passes; no more than need it.
         rates: of the device.
         part_bytes: of the sums of a row that each part of the columns has.
     """
@@ -232,24 +233,25 @@ def by_columns(
     elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
     kept *= shape.needs_hidden or shape.needs_weight
     split = ColumnSplit.of(shape.classes, columns, kept, rows, elements)
-    own = split.own[1] - split.own[0]
+    own = split.in_buffer[1] - split.in_buffer[0]
     most = max(own, split.in_gradient[1])
     kept = max(0, min(kept, own - columns))
-    recomputed = (shape.classes - split.own[1]) / shape.classes
+    recomputed = (shape.classes - split.in_buffer[1]) / shape.classes
     products = 1 + recomputed + shape.needs_hidden + shape.needs_weight
-    waits = [(columns, split.in_gradient[1]), (own, shape.classes - split.in_gradient[1])]
-    idle = sum(count * _idle(shape, size, rates) for size, count in waits) / shape.classes * shape.needs_weight
+    # The rows of dW that a product writes, and how many are written so.
+    written = [(columns, split.in_gradient[1]), (own, shape.classes - split.in_gradient[1])]
+    idle = sum(count * _idle(shape, size, rates) for size, count in written) / shape.classes * shape.needs_weight
     is_sum = split.products > 1 or shape.is_shard
     hidden_sum = shape.rows * shape.width * (max(4, shape.itemsize) if is_sum else shape.itemsize) * shape.needs_hidden
     logits = rows * own * shape.itemsize
-    # Where other logits take less memory than dX, dX is rounded into the memory of its own sum.
+    # Where the buffer takes less memory than dX, dX is rounded into the memory of its own sum.
     is_rounded = own < shape.width and shape.itemsize == 2 and not shape.is_shard
     at_the_end = 0 if is_rounded or not is_sum else shape.hidden_grad_bytes
     sums = part_sums_bytes(rows, most, part_bytes) if rates.has_kernels else 0
     memory = shape.weight_grad_bytes + max(hidden_sum + max(logits, at_the_end), logits + sums)
     memory += shape.temporary_bytes(shape.rows, most, rates)
     moved = (3 + recomputed) * shape.logits_bytes + 2 * split.products * hidden_sum + shape.weight_grad_bytes
-    launches = 3 * split.products + split.in_gradient[1] / columns / 4  # products of dW alone hardly wait
+    launches = 3 * split.products + split.in_gradient[1] / columns / 4  # a product of dW alone takes a quarter
     seconds = (products + idle) * shape.gemm_flops / rates.flops + moved / rates.bandwidth + launches * rates.launch
     schedule = Schedule(columns=columns, kept=kept)
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
@@ -260,7 +262,7 @@ GRADIENT_TILE = 256, 128
 
 
 def _idle(shape: LossShape, classes: int, rates: Rates) -> float:
-    """Return how much longer the product for some rows of dW takes where few tiles leave most multiprocessors idle."""
+    """Return the extra time of a product for some rows of dW, as a share: few tiles leave most multiprocessors idle."""
     tiles = math.ceil(classes / GRADIENT_TILE[0]) * math.ceil(shape.width / GRADIENT_TILE[1])
     return rates.multiprocessors / max(1, tiles) - 1 if 2 * tiles < rates.multiprocessors else 0.0
 
@@ -364,18 +366,18 @@ def possible_plans(
 def _keeping(
     plan: ChunkPlan, shape: LossShape, memory_limit: int | None, rates: Rates, part_bytes: int = LOSS_PART_BYTES
 ) -> Iterator[ChunkPlan]:
-    """Yield the plan by columns with as many kept ones as fit, in whole tiles of a product."""
+    """Yield the plan by columns with as many kept ones as fit the limit, in whole tiles of a product, if any do."""
     columns = plan.schedule.columns
     if memory_limit is None or columns is None:
         return
-    column_bytes, tile = padded_rows(shape.rows) * shape.itemsize, GRADIENT_TILE[0]
-    kept = min((memory_limit - plan.bytes) // column_bytes, shape.classes) // tile * tile
-    while kept > 0:
-        found = by_columns(shape, columns, kept, rates, part_bytes)
-        if found.bytes <= memory_limit:
-            yield found
-            return
-        kept -= math.ceil((found.bytes - memory_limit) / (column_bytes * tile)) * tile
+    tile = GRADIENT_TILE[0]
+
+    def keeping(tiles: int) -> ChunkPlan:
+        return by_columns(shape, columns, tiles * tile, rates, part_bytes)
+
+    tiles = bisect_right(range(1, shape.classes // tile + 1), memory_limit, key=lambda tiles: keeping(tiles).bytes)
+    if tiles:
+        yield keeping(tiles)
 
 
 KEPT_SHARES = 8
@@ -411,7 +413,6 @@ def plan_row_statistics(
         for columns in sizes
         for share in range(KEPT_SHARES + 1)
     ]
-    for columns in sizes:
-        plan = by_columns(shape, columns, 0, rates, STATISTICS_PART_BYTES)
+    for plan in candidates[:: KEPT_SHARES + 1]:
         candidates += _keeping(plan, shape, memory_limit, rates, STATISTICS_PART_BYTES)
     return _chosen(candidates, memory_limit, free_bytes)

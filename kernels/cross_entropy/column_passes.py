@@ -6,9 +6,10 @@ autograd brings their gradients. See `linear_cross_entropy.py` for why columns.
 Logits lie class by class, so those of adjacent classes are one operand of a product, however many they are:
 
     memory of dW     [ dW, rows 0 .. ->            |   <- .. logits of the first classes ]
-    other memory     [ logits of the next classes ]     then, one after the other, of those that were not kept
+    a buffer         [ logits of the next classes ]     then, one after the other, of those that were not kept
 
-The rows of dW are written from the front, some classes at a time, behind the logits that are yet to be read.
+That is the second pass, from left to right. While logits wait in the memory of dW, its rows are written from the front,
+some classes at a time, behind the logits that are yet to be read. The first pass begins with what is not kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from subtensors.kernels.cross_entropy.compensated_sum import GradientSum
-from subtensors.kernels.cross_entropy.logits_block import Block, LinearHead, add_over_rows, padded_rows, product_into
+from subtensors.kernels.cross_entropy.logits_block import (
+    ROW_MULTIPLE,
+    Block,
+    LinearHead,
+    add_over_rows,
+    padded_rows,
+    product_into,
+)
 
 Parts = list[tuple[int, int]]
 
@@ -29,11 +37,11 @@ class _Memory(NamedTuple):
 
     Args:
         weight_grad: of the weight's gradient; until it is written, logits wait at its end.
-        own: of other logits.
+        buffer: of other logits.
     """
 
     weight_grad: Tensor | None
-    own: Tensor
+    buffer: Tensor
 
 
 class ColumnPasses:
@@ -41,9 +49,9 @@ class ColumnPasses:
 
     Args:
         linear: the linear layer.
-        columns: how many rows of the weight's gradient are written at once, and how many logits of a row have memory
-            beside that gradient's.
-        kept: how many more have, so that they need not be computed again.
+        columns: how many have a buffer at least; and how many rows of the weight's gradient are written at once while
+            logits wait in its memory.
+        kept: how many more columns have a buffer, so that they need not be computed again.
     """
 
     def __init__(self, linear: LinearHead, columns: int, kept: int) -> None:
@@ -57,8 +65,8 @@ class ColumnPasses:
     def fold(self, linear: LinearHead, fold: Callable[[Block], None]) -> None:
         """Run the first pass: call `fold` with each block of logits, in any order."""
         memory = self._allocate(linear)
-        for part in self.split.others:
-            fold(linear.logits(memory.own, part))
+        for part in self.split.recomputed:
+            fold(linear.logits(memory.buffer, part))
         for part, place in self._kept(linear, memory):
             fold(linear.logits(place, part))
         if any(linear.needs):
@@ -82,8 +90,8 @@ class ColumnPasses:
         weight_grad, bias_grad = memory.weight_grad, linear.bias_grad()
         hidden_sum = self._hidden_sum(linear) if needs.hidden else None
         kept = self._kept(linear, memory)
-        others = [(part, memory.own) for part in self.split.others]
-        for number, (part, place) in enumerate([*kept, *others]):
+        recomputed = [(part, memory.buffer) for part in self.split.recomputed]
+        for number, (part, place) in enumerate([*kept, *recomputed]):
             is_there = is_computed and number < len(kept)
             block = linear.block(place, part) if is_there else linear.logits(place, part)
             gradient, (begin, end) = block.logits, part
@@ -97,7 +105,7 @@ class ColumnPasses:
                 for first, last in parts(end - begin, step):
                     result = weight_grad[begin + first : begin + last]
                     product_into(result, gradient[:, first:last].t(), linear.hidden, accumulate=False)
-        del memory, kept, others, place, block, gradient  # their memory is reused by dX
+        del memory, kept, recomputed, place, block, gradient  # their memory is reused by dX
         if hidden_sum is None:
             return None, weight_grad, bias_grad
         hidden_grad = hidden_sum.take()
@@ -106,24 +114,24 @@ class ColumnPasses:
         return hidden_grad.to(linear.hidden.dtype), weight_grad, bias_grad
 
     def _allocate(self, linear: LinearHead) -> _Memory:
-        begin, end = self.split.own
+        begin, end = self.split.in_buffer
         return _Memory(linear.weight_grad(), linear.hidden.new_empty((end - begin) * self.padded_rows))
 
     def _kept(self, linear: LinearHead, memory: _Memory) -> list[tuple[tuple[int, int], Tensor]]:
         """Return the columns whose logits are kept between the passes, and where."""
-        own, count = (self.split.own, memory.own), self.split.in_gradient[1]
+        in_buffer, count = (self.split.in_buffer, memory.buffer), self.split.in_gradient[1]
         if memory.weight_grad is None or not count:
-            return [own]
+            return [in_buffer]
         logits = memory.weight_grad.view(-1).view(linear.hidden.dtype)
         end = aligned(logits.numel())
-        return [(self.split.in_gradient, logits[end - count * self.padded_rows : end]), own]
+        return [(self.split.in_gradient, logits[end - count * self.padded_rows : end]), in_buffer]
 
     def _hidden_sum(self, linear: LinearHead) -> GradientSum:
         """Return the accumulator of the hidden states' gradient."""
-        hidden, products, (begin, end) = linear.hidden, self.split.products, self.split.own
+        hidden, products, (begin, end) = linear.hidden, self.split.products, self.split.in_buffer
         is_wide = products > 1 and (end - begin >= hidden.shape[1] or hidden.itemsize != 2)
         if is_wide or linear.shard is not None:
-            # Other memory, free by then, is as large as the result; nothing is rounded; or processes add to it.
+            # The buffer, free by then, is as large as the result; nothing is rounded; or processes add to it.
             return GradientSum(hidden.new_empty(hidden.shape, dtype=linear.compute_dtype), exact=False)
         return GradientSum(hidden.new_empty(hidden.shape), exact=products > 1, kernels=False)
 
@@ -132,14 +140,14 @@ class ColumnSplit(NamedTuple):
     """The places of the logits of a linear layer's classes.
 
     Args:
-        in_gradient: classes [begin, end), in the memory of the weight's gradient.
-        own: the next ones, in memory of their own.
-        others: the other ones, in parts that take that memory again.
+        in_gradient: classes [begin, end) whose logits lie in the memory of the weight's gradient.
+        in_buffer: the next ones, whose logits lie in a buffer.
+        recomputed: the others, in parts that take turns in the buffer, so that the second pass computes them again.
     """
 
     in_gradient: tuple[int, int]
-    own: tuple[int, int]
-    others: Parts
+    in_buffer: tuple[int, int]
+    recomputed: Parts
 
     @staticmethod
     def of(classes: int, columns: int, kept: int, rows: int, elements: int) -> ColumnSplit:
@@ -152,30 +160,30 @@ class ColumnSplit(NamedTuple):
             elements: how many logits take the memory of a class's row of that gradient.
 
         >>> ColumnSplit.of(100, 20, 0, 16, 16)
-        ColumnSplit(in_gradient=(0, 80), own=(80, 100), others=[])
+        ColumnSplit(in_gradient=(0, 80), in_buffer=(80, 100), recomputed=[])
         >>> ColumnSplit.of(100, 20, 10, 32, 16)
-        ColumnSplit(in_gradient=(0, 32), own=(32, 62), others=[(62, 92), (92, 100)])
+        ColumnSplit(in_gradient=(0, 32), in_buffer=(32, 70), recomputed=[(70, 100)])
         """
-        # While rows [c, c + columns) of dW are written, the logits of these classes are still read.
+        # Rows [c, c + columns) of dW must end before the logits of class c begin, which their product reads.
         room = aligned(classes * elements) - columns * min(rows, elements)
-        first = aligned(max(0, min(room // max(rows, elements, 1), classes - 1)))  # kernels are compiled for alignment
-        last = min(classes, first + columns + kept)
-        others = [(last + begin, last + end) for begin, end in parts(classes - last, max(1, last - first))]
-        return ColumnSplit((0, first), (first, last), others)
+        fitting = max(0, min(room // max(rows, elements, 1), classes - 1))
+        first, last = aligned(fitting), min(classes, fitting + columns + kept)
+        recomputed = [(last + begin, last + end) for begin, end in parts(classes - last, max(1, last - first))]
+        return ColumnSplit((0, first), (first, last), recomputed)
 
     @property
     def products(self) -> int:
         """The number of products that add up to the gradient of the hidden states."""
-        return (self.in_gradient[1] > 0) + 1 + len(self.others)
+        return (self.in_gradient[1] > 0) + 1 + len(self.recomputed)
 
 
 def aligned(elements: int) -> int:
-    """Return the number of elements up to the last address that kernels read 16 bytes from.
+    """Round a number of elements or classes down, since kernels are compiled for multiples of 16.
 
     >>> aligned(100)
     96
     """
-    return elements // 16 * 16
+    return elements // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 def _elements_per_column(linear: LinearHead) -> int:

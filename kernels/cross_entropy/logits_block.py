@@ -47,13 +47,14 @@ class Block(NamedTuple):
         logits: (rows, columns), row by row: adjacent columns, and rows of one stride; or class by class, the other way
             round.
         first_row, first_column: its position in the matrix of all logits.
-        row_end: where logits lie class by class, how many rows the memory has room for; None: they lie row by row.
+        padded_rows: where logits lie class by class, the stride from one to the next, which is the number of rows or
+            more; None: they lie row by row.
     """
 
     logits: Tensor
     first_row: int = 0
     first_column: int = 0
-    row_end: int | None = None
+    padded_rows: int | None = None
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -68,7 +69,7 @@ class Block(NamedTuple):
     @property
     def is_by_class(self) -> bool:
         """True where the logits of a class are adjacent, rather than those of a row."""
-        return self.row_end is not None
+        return self.padded_rows is not None
 
     def slices(self) -> list[Block]:
         """Return the rows that the reference takes at a time, or the columns where logits lie class by class."""
@@ -76,7 +77,7 @@ class Block(NamedTuple):
         parts = self.logits.split(rows_at_once(self.logits.shape[dim], self.logits.shape[1 - dim]), dim)
         down, across = (0, parts[0].shape[1]) if dim else (parts[0].shape[0], 0)
         return [
-            Block(part, self.first_row + n * down, self.first_column + n * across, self.row_end)
+            Block(part, self.first_row + n * down, self.first_column + n * across, self.padded_rows)
             for n, part in enumerate(parts)
         ]
 
@@ -116,8 +117,8 @@ STATISTICS, GRADIENT = Tile(2048, 4, rows=2), Tile(1024, 4, rows=2)
 STATISTICS_BY_CLASS, GRADIENT_BY_CLASS = Tile(16, 1, rows=256), Tile(16, 4, rows=256)
 """The fastest of those that were measured on an H200. A warp that holds all of a row's columns folds them alone."""
 
-PROGRAMS_BY_CLASS, PART = (512, 4096), 256
-"""The fewest and the most programs where logits lie class by class, and the columns of each between these."""
+PROGRAMS_BY_CLASS, COLUMNS_OF_PART = (512, 4096), 256
+"""Where logits lie class by class, the fewest and the most programs, and the columns of each between these."""
 
 ROW_MULTIPLE = 16
 """Logits that lie class by class have memory for a multiple of so many rows, so that kernels read 16 bytes at once."""
@@ -142,17 +143,18 @@ def launch_options(tile: Tile, columns: int) -> dict[str, int]:
 
 
 def parts_of_columns(row_blocks: int, columns: int) -> int:
-    """Return the parts that columns are divided into where logits lie class by class, for so many blocks of rows.
+    """Return the number of parts of the columns where logits lie class by class, given that of blocks of rows.
 
     >>> parts_of_columns(16, 100_000), parts_of_columns(16, 10_000), parts_of_columns(16, 1000)
     (256, 40, 32)
     """
     fewest, most = (programs // row_blocks for programs in PROGRAMS_BY_CLASS)
-    return max(1, min(max(fewest, -(-columns // PART)), most, -(-columns // STATISTICS_BY_CLASS.columns)))
+    return max(1, min(max(fewest, -(-columns // COLUMNS_OF_PART)), most, -(-columns // STATISTICS_BY_CLASS.columns)))
 
 
 LOSS_PART_BYTES, STATISTICS_PART_BYTES = 17, 30
-"""The most bytes a row and part, while sums are folded together: of a loss, and of all statistics of rows."""
+"""The bytes a row and part while `RowSums` folds parts together: of a loss with one sum beside that of exponentials,
+and of all statistics of rows; the largest class takes 8, and what sums are multiplied by takes 5."""
 
 
 def part_sums_bytes(rows: int, columns: int, each: int) -> int:
@@ -165,8 +167,8 @@ class BlockLaunch(NamedTuple):
     """The programs of a kernel that reads a block of logits.
 
     Args:
-        grid: the programs: of blocks of rows, and of parts of the columns.
-        rows: of the block, and up to where there is memory.
+        grid: the number of blocks of rows, and of parts of the columns; launched as one dim, blocks of rows first.
+        rows: of the block, and those that have memory.
         columns: of the block, and of a part.
         options: of the kernel.
     """
@@ -178,14 +180,14 @@ class BlockLaunch(NamedTuple):
 
     @staticmethod
     def of(block: Block, by_row: Tile, by_class: Tile, is_sum: bool) -> BlockLaunch:
-        """Return the programs for a block by the tile of its layout; is_sum: a program folds a long row as a whole."""
+        """Return the programs for a block by the tile of its layout; is_sum: rows that lie as a whole are one part."""
         rows, columns = block.logits.shape
         options = launch_options(by_class if block.is_by_class else by_row, columns)
         width = options["BLOCK"]
-        if block.row_end is not None:
+        if block.padded_rows is not None:
             height = min(by_class.rows, max(ROW_MULTIPLE, 1 << (rows - 1).bit_length()))
             parts = parts_of_columns(-(-rows // height), columns)
-            row_end, part = block.row_end, -(-columns // (parts * width)) * width
+            row_end, part = block.padded_rows, -(-columns // (parts * width)) * width
         else:
             height, row_end, part = by_row.rows, rows, columns if is_sum else width
             parts = -(-columns // part)
@@ -317,7 +319,7 @@ class LinearHead:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def block(self, memory: Tensor, columns: tuple[int, int]) -> Block:
-        """Return the block of these columns of its own, class by class at the beginning of some memory."""
+        """Return the block of columns [begin, end) of its own, class by class at the beginning of some 1-d memory."""
         begin, end = columns
         rows = padded_rows(self.hidden.shape[0])
         first = begin if self.shard is None else self.shard.first + begin
@@ -325,7 +327,7 @@ class LinearHead:
         return Block(logits, 0, first, rows)
 
     def logits(self, memory: Tensor, columns: tuple[int, int]) -> Block:
-        """Compute a block of logits at the beginning of some memory."""
+        """Compute the logits of columns [begin, end) of its own, class by class at the beginning of some 1-d memory."""
         block, (begin, end) = self.block(memory, columns), columns
         bias = None if self.bias is None else self.bias[begin:end, None]
         self._multiply(self.weight[begin:end], self.hidden.t(), bias, block.logits.t())

@@ -25,9 +25,10 @@ https://arxiv.org/abs/1805.02867), q = sum_k exp(z_k - m) (z_k - m) and the othe
 row, so that P = q / s - log s; `row_gradient_kernel` writes the gradient of a block of columns, over the logits where
 the caller says so. Everything is computed in float32.
 
-The logits of a block lie row by row, or class by class. A program takes ROWS rows, and a part of the columns: all of
-them where rows are long, else a share, so that there are enough programs. Each part has sums of its own, which the
-caller folds together. Rows [rows, row_end) are padding that may be read and written.
+The logits of a block lie row by row, or class by class. A program takes ROWS rows and a part of the columns. Where
+logits lie row by row, `row_statistics_kernel` has one part, all columns, and `row_gradient_kernel` parts of BLOCK.
+Class by class both have as many as `parts_of_columns` says, and each has sums of its own, which `RowSums.complete`
+folds together. Rows [rows, row_end) are padding that may be read and written.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def mapped_logit(
 
 @triton.jit
 def pointers_to(base, row, k, row_stride, column_stride, BY_CLASS: tl.constexpr):
-    """Return pointers to columns k of rows: a base for each of those that are far apart, and 32 bits from there."""
+    """Return pointers (ROWS, BLOCK) to columns k of rows; the smaller stride is 1, and the other takes 64 bits."""
     if BY_CLASS:
         return (base + k.to(tl.int64) * column_stride)[None, :] + row[:, None]
     else:

@@ -155,7 +155,7 @@ class RowSums:
             total[..., begin:end].fill_(-torch.inf if total is self.row_max else 0)
 
     def _transformed(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return z and dz / dy, in the dtype of the computation."""
+        """Return u and du / dy, in the dtype of the computation."""
         y, temperature, softcap = logits.to(self.dtype), self.options.temperature, self.options.softcap
         if softcap is None:
             return y / temperature, 1 / temperature
@@ -200,7 +200,7 @@ class RowSums:
             found = begin + z.argmax(1)
             is_first = (top > row_max) | ((top == row_max) & (found < argmax))  # in any order of blocks
             argmax.copy_(torch.where(is_first, found, argmax))
-        shifted = z - self._move_max(own, torch.maximum(row_max, top))[:, None]
+        shifted = z - self._rescale(own, torch.maximum(row_max, top))[:, None]
         e = shifted.exp()
         if self.options.entropy:
             counted = e * shifted if self.options.exact_entropy else torch.where(e > 0, e * shifted, 0.0)
@@ -219,8 +219,8 @@ class RowSums:
         if self.options.smoothing:
             logit_sum.add_((weight * z).sum(1))
 
-    def _move_max(self, own: slice, new_max: Tensor) -> Tensor:
-        """Make the sums of some rows relative to another largest logit, and return the shift of exponents."""
+    def _rescale(self, own: slice, new_max: Tensor) -> Tensor:
+        """Rescale sums of exp(z - row_max) to exp(z - new_max), and return the shift: that, or 0 where it is -inf."""
         row_max, sum_exp, sum_exp_logit, sum_exp_vector = (total[own] for total in self._totals[:4])
         shift = torch.where(new_max == -torch.inf, 0.0, new_max)
         moved = (row_max - shift).masked_fill_(sum_exp == 0, 0.0)
@@ -234,19 +234,20 @@ class RowSums:
         return shift
 
     def complete(self, shard: VocabularyShard | None = None) -> None:
-        """Fold together the sums of parts; and, where other processes have more classes, theirs."""
+        """Fold the sums of all parts into one a row; and, where other processes have more classes, theirs."""
         if self._parts > 1:
             for name in self._divided:
                 total: Tensor = getattr(self, name)
                 setattr(self, name, total.view(*total.shape[:-1], self._parts, total.shape[-1] // self._parts))
-            self._relate_to(self.row_max.amax(0))
+            self._rescale_all(self.row_max.amax(0))
             for name in self._divided:
                 total = getattr(self, name)
+                # By now all parts of a row have its maximum.
                 setattr(self, name, total.amin(-2) if name in ("row_max", "argmax") else total.sum(-2))
             self._parts = 1
         if shard is None:
             return
-        self._relate_to(shard.largest(self.row_max, self.targets))
+        self._rescale_all(shard.largest(self.row_max, self.targets))
         if self.options.argmax:
             shard.reduced(self.argmax, "MIN")
         totals = [t for t in (*self._totals[1:4], *self._totals[5:]) if t.numel()]
@@ -254,11 +255,11 @@ class RowSums:
         for total, folded in zip(totals, sums, strict=True):
             total.copy_(folded.view_as(total))
 
-    def _relate_to(self, new_max: Tensor) -> None:
-        """Make all sums relative to another largest logit; the class of a smaller one comes after all others."""
+    def _rescale_all(self, new_max: Tensor) -> None:
+        """Rescale the sums of all rows to another largest logit; the class of a smaller one comes after all others."""
         if self.options.argmax:
             self.argmax.masked_fill_(self.row_max < new_max, _BEHIND_ALL)
-        self._move_max(slice(None), new_max)
+        self._rescale(slice(None), new_max)
 
     @property
     def _divided(self) -> list[str]:

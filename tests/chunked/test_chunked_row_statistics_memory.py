@@ -77,7 +77,7 @@ def test_a_loss_of_statistics_takes_four_products_at_most_and_a_block_of_logits(
     case = linear_case(32, 4, 80)
     h, w = case["h"].requires_grad_(), case["w"].requires_grad_()
     with Sizes() as seen, allocations() as made:
-        loss(F.linear(st.chunk(h, memory_limit=7940), w), case["target"]).backward()
+        loss(F.linear(st.chunk(h, memory_limit=9400), w), case["target"]).backward()
     assert 80 < sum(classes for classes, rows in seen.products if rows == 32) <= 2 * 80, "the logits, once more at most"
     assert sum(rows for rows, width in seen.products if width == 4 and rows != 32) == 80, "the gradient of the weight"
     assert 2 < seen.products.count((32, 4)) <= 80 // 8, "the gradient of the hidden states, by what is there at once"
