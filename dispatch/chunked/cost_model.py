@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from subtensors.kernels.cross_entropy.column_passes import ColumnSplit
+from subtensors.kernels.cross_entropy.column_passes import ColumnSplit, logits_per_class
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.cross_entropy_autograd import Schedule
 from subtensors.kernels.cross_entropy.exp_passes import chunk_row_bytes, is_worth_exponentials
@@ -36,6 +36,9 @@ from subtensors.kernels.cross_entropy.logits_block import (
 ROW_BYTES = 56
 """The bytes of the statistics, factors and targets of one row."""
 
+COLUMN_PASS = 1.4
+"""The time of passes over logits that lie class by class, over that of copies of as many bytes."""
+
 REFERENCE_ROW_BYTES = 96
 """The bytes of what the torch reference computes for each row of a block."""
 
@@ -43,7 +46,7 @@ MAX_SLOWDOWN = 0.1
 """How much slower than the fastest a schedule that takes less memory may be, where no limit was given."""
 
 MAX_WASTE = 0.05
-"""How much more memory than the least of these a faster one may take."""
+"""The share of memory above the least of these that a faster one may take."""
 
 FREE_MEMORY_SHARE = 0.8
 """The share of the free memory that a schedule may take, where no limit was given."""
@@ -56,7 +59,7 @@ class Rates:
     Args:
         flops: of large 16-bit GEMMs, a second.
         bandwidth: bytes a second, read or written by the passes between them.
-        launch: seconds of overhead: one a chunk of rows; by columns three a product that adds to dX.
+        launch: seconds of overhead: one a chunk of rows; by columns two a product that adds to dX.
         multiprocessors: how many there are.
         device: its name; None where the tensors are on a CPU, of whose time the rates say nothing.
         has_kernels: whether Triton kernels run there; else the torch reference does, with temporaries of its own.
@@ -230,7 +233,7 @@ def by_columns(
         part_bytes: of the sums of a row that each part of the columns has.
     """
     columns, rows = min(columns, shape.classes), padded_rows(shape.rows)
-    elements = shape.weight_grad_itemsize * shape.width // shape.itemsize * shape.needs_weight
+    elements = logits_per_class(shape.width, shape.itemsize, shape.weight_grad_itemsize) * shape.needs_weight
     kept *= shape.needs_hidden or shape.needs_weight
     split = ColumnSplit.of(shape.classes, columns, kept, rows, elements)
     own = split.in_buffer[1] - split.in_buffer[0]
@@ -244,14 +247,14 @@ def by_columns(
     is_sum = split.products > 1 or shape.is_shard
     hidden_sum = shape.rows * shape.width * (max(4, shape.itemsize) if is_sum else shape.itemsize) * shape.needs_hidden
     logits = rows * own * shape.itemsize
-    # Where the buffer takes less memory than dX, dX is rounded into the memory of its own sum.
-    is_rounded = own < shape.width and shape.itemsize == 2 and not shape.is_shard
-    at_the_end = 0 if is_rounded or not is_sum else shape.hidden_grad_bytes
+    is_wide = split.has_wide_sum(shape.width, shape.itemsize) or shape.is_shard
+    at_the_end = shape.hidden_grad_bytes if is_wide else 0
     sums = part_sums_bytes(rows, most, part_bytes) if rates.has_kernels else 0
     memory = shape.weight_grad_bytes + max(hidden_sum + max(logits, at_the_end), logits + sums)
     memory += shape.temporary_bytes(shape.rows, most, rates)
-    moved = (3 + recomputed) * shape.logits_bytes + 2 * split.products * hidden_sum + shape.weight_grad_bytes
-    launches = 3 * split.products + split.in_gradient[1] / columns / 4  # a product of dW alone takes a quarter
+    moved = COLUMN_PASS * (3 + recomputed) * shape.logits_bytes
+    moved += 2 * split.products * hidden_sum + shape.weight_grad_bytes
+    launches = 2 * split.products + split.in_gradient[1] / columns / 4  # a product of dW alone takes a quarter
     seconds = (products + idle) * shape.gemm_flops / rates.flops + moved / rates.bandwidth + launches * rates.launch
     schedule = Schedule(columns=columns, kept=kept)
     return ChunkPlan(schedule, memory + shape.rows * ROW_BYTES, seconds, products, rates.device)
@@ -402,7 +405,7 @@ def plan_row_statistics(
 
     Example:
         >>> print(plan_row_statistics(LossShape(8192, 2048, 151936)))
-        4224 columns of the logits and 75776 kept at once, 3.2 GEMMs: 1908 MiB, an estimated 26 ms (NVIDIA H200)
+        2112 columns of the logits and 75776 kept at once, 3.2 GEMMs: 1875 MiB, an estimated 27 ms (NVIDIA H200)
     """
     if rows is not None:
         memory_limit = _limit_of_rows(shape, rows, "exact", rates)

@@ -58,7 +58,8 @@ class ColumnPasses:
         (rows, _), classes = linear.hidden.shape, linear.weight.shape[0]
         self.columns, self.padded_rows = min(columns, classes), padded_rows(rows)
         kept *= any(linear.needs)
-        self.split = ColumnSplit.of(classes, self.columns, kept, self.padded_rows, _elements_per_column(linear))
+        elements = logits_per_class(linear.hidden.shape[1], linear.hidden.itemsize, linear.weight_grad_dtype.itemsize)
+        self.split = ColumnSplit.of(classes, self.columns, kept, self.padded_rows, elements * linear.needs.weight)
         self._memory: _Memory | None = None
         """The memory with logits of the first pass; None before it, and once the second one has overwritten them."""
 
@@ -128,12 +129,10 @@ class ColumnPasses:
 
     def _hidden_sum(self, linear: LinearHead) -> GradientSum:
         """Return the accumulator of the hidden states' gradient."""
-        hidden, products, (begin, end) = linear.hidden, self.split.products, self.split.in_buffer
-        is_wide = products > 1 and (end - begin >= hidden.shape[1] or hidden.itemsize != 2)
-        if is_wide or linear.shard is not None:
-            # The buffer, free by then, is as large as the result; nothing is rounded; or processes add to it.
+        hidden = linear.hidden
+        if self.split.has_wide_sum(hidden.shape[1], hidden.itemsize) or linear.shard is not None:  # processes add to it
             return GradientSum(hidden.new_empty(hidden.shape, dtype=linear.compute_dtype), exact=False)
-        return GradientSum(hidden.new_empty(hidden.shape), exact=products > 1, kernels=False)
+        return GradientSum(hidden.new_empty(hidden.shape), exact=self.split.products > 1, kernels=False)
 
 
 class ColumnSplit(NamedTuple):
@@ -176,6 +175,14 @@ class ColumnSplit(NamedTuple):
         """The number of products that add up to the gradient of the hidden states."""
         return (self.in_gradient[1] > 0) + 1 + len(self.recomputed)
 
+    def has_wide_sum(self, width: int, itemsize: int) -> bool:
+        """Return whether that gradient is summed in float32 and then cast, rather than rounded into its own memory.
+
+        It is where the buffer, free by then, is as large as the result, or where nothing is rounded.
+        """
+        begin, end = self.in_buffer
+        return self.products > 1 and (end - begin >= width or itemsize != 2)
+
 
 def aligned(elements: int) -> int:
     """Round a number of elements or classes down, since kernels are compiled for multiples of 16.
@@ -186,9 +193,13 @@ def aligned(elements: int) -> int:
     return elements // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def _elements_per_column(linear: LinearHead) -> int:
-    """Return how many logits take the memory of a class's row of the weight's gradient; 0 without that gradient."""
-    return linear.weight_grad_dtype.itemsize * linear.hidden.shape[1] // linear.hidden.itemsize * linear.needs.weight
+def logits_per_class(width: int, itemsize: int, weight_grad_itemsize: int) -> int:
+    """Return how many logits take the memory of a class's row of the weight's gradient.
+
+    >>> logits_per_class(4096, 2, 4)
+    8192
+    """
+    return weight_grad_itemsize * width // itemsize
 
 
 def parts(count: int, size: int) -> Parts:

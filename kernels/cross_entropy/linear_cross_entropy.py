@@ -252,7 +252,7 @@ def linear_cross_entropy(
     )
     with torch.set_grad_enabled(False):
         if columns is not None and hidden.shape[0]:
-            return _by_columns(problem, min(columns, weight.shape[0]), kept)
+            return _by_columns(problem, columns, kept)
         return _by_rows(problem, rows or max(1, hidden.shape[0]), accumulate == "exact")
 
 

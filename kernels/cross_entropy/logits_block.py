@@ -118,7 +118,7 @@ STATISTICS_BY_CLASS, GRADIENT_BY_CLASS = Tile(16, 1, rows=256), Tile(16, 4, rows
 """The fastest of those that were measured on an H200. A warp that holds all of a row's columns folds them alone."""
 
 PROGRAMS_BY_CLASS, COLUMNS_OF_PART = (512, 4096), 256
-"""Where logits lie class by class, the fewest and the most programs, and the columns of each between these."""
+"""The fewest and the most programs where logits lie class by class, and the columns of each between these."""
 
 ROW_MULTIPLE = 16
 """Logits that lie class by class have memory for a multiple of so many rows, so that kernels read 16 bytes at once."""

@@ -81,7 +81,7 @@ class _LinearRowStatistics(torch.autograd.Function):
         weight_used = weight.detach().to(hidden.dtype)
         linear = _linear(ctx, hidden, weight_used, bias)
         check_classes(sums.targets, linear.classes)
-        ctx.passes = ColumnPasses(linear, min(columns, weight.shape[0]), kept)
+        ctx.passes = ColumnPasses(linear, columns, kept)
         ctx.passes.fold(linear, sums.fold)
         sums.complete(shard)
         ctx.set_materialize_grads(False)

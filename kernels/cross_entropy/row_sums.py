@@ -20,6 +20,7 @@ from subtensors.kernels.cross_entropy.vocabulary_shard import VocabularyShard
 from subtensors.kernels.runtime.launcher import cached_launcher
 
 _BEHIND_ALL = 2**63 - 1
+"""The largest class of a part whose largest logit is not that of the row."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class RowSums:
         """(T, N), the transformed logits of the given classes; (1, N), their weighted sums with soft targets."""
         self.logit_sum = zeros(options.smoothing)
         self._parts = 1
-        """How many sums a row has, one behind the other: kernels fold each part of the columns into one of its own."""
+        """The number of sums of a row, one behind the other: kernels fold each part of the columns into its own."""
         self.scale_grad = zeros(scale is not None)
         """(N,), the gradient of the scale, of the blocks whose gradient was written since `factors`."""
 
