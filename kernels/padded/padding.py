@@ -1,13 +1,7 @@
-"""Padding and unpadding: between dense values and the padded storage, one kernel for both directions.
-
-Each is the other's gradient. `pad` writes the padding, and `unpad` of a gradient drops it. A ragged batch is a list of
-tensors, or as in `torch.nested` one tensor of the concatenated rows. A row starts at the sum of the lengths before it,
-which each program of the kernel computes for itself.
-"""
+"""Padding: from a tensor, or from the rows of a ragged batch, to the padded storage, with one kernel for both."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,57 +20,28 @@ DimTriple = tuple[int, "int | Tensor", int]
 def pad_reference(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
     """Compute `pad_dense` in torch ops."""
     padded = dense.new_full(shape, value)
-    padded[tuple(map(slice, dense.shape))] = dense
+    start_of(padded, dense.shape).copy_(dense)
     return padded
-
-
-def unpad_reference(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """Compute `unpad_dense` in torch ops."""
-    return padded[tuple(map(slice, size))].contiguous()
-
-
-def pad_ragged_reference(
-    values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
-) -> Tensor:
-    """Compute `pad_ragged` in torch ops."""
-    valid = valid_mask(shape, lengths, values.device).expand(tuple(shape))
-    return values.new_full(shape, value).masked_scatter(valid, values)
 
 
 def pad_rows_reference(
     rows: Sequence[Tensor], shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0
 ) -> Tensor:
     """Compute `pad_rows` in torch ops."""
-    return pad_ragged_reference(torch.cat([row.reshape(-1) for row in rows]), shape, lengths, value)
+    valid = valid_mask(shape, lengths, rows[0].device).expand(tuple(shape))
+    return rows[0].new_full(shape, value).masked_scatter(valid, torch.cat([row.reshape(-1) for row in rows]))
 
 
-def unpad_ragged_reference(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
-    """Compute `unpad_ragged` in torch ops."""
-    values = padded[valid_mask(padded.shape, lengths, padded.device).expand(padded.shape)]
-    assert len(values) == total, f"{total} elements were said to be valid, {len(values)} are"
-    return values
+def start_of(padded: Tensor, size: Sequence[int]) -> Tensor:
+    """Return the view of a tensor's first elements along each dimension, of this size."""
+    return padded[tuple(map(slice, size))]
 
 
 def pad_dense(dense: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
     """Compute `padding_ops.pad_to` with the kernel."""
     padded = dense.new_empty(shape)
     dims = _merged_dims([*zip(shape, dense.shape, dense.stride(), strict=True)])
-    _launch(dense, None, padded, dims, value, batch=None, unpad=False)
-    return padded
-
-
-def unpad_dense(padded: Tensor, size: Sequence[int]) -> Tensor:
-    """Compute `padding_ops.unpad_to` with the kernel."""
-    dense = padded.new_empty(size)
-    dims = _merged_dims([*zip(padded.shape, size, dense.stride(), strict=True)])
-    _launch(dense, None, padded.contiguous(), dims, 0.0, batch=None, unpad=True)
-    return dense
-
-
-def pad_ragged(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
-    """Compute `padding_ops.pad_values` with the kernel."""
-    padded = values.new_empty(shape)
-    _launch(values, None, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
+    _launch(dense, None, padded, dims, value)
     return padded
 
 
@@ -91,16 +56,8 @@ def pad_rows(
     contiguous = [row.contiguous() for row in rows]
     padded = rows[0].new_empty(shape)
     addresses = to_device(np.asarray([row.data_ptr() for row in contiguous], dtype=np.int64), padded.device)
-    _launch(contiguous[0], addresses, padded, _ragged_dims(shape, lengths), value, batch=shape[0], unpad=False)
+    _launch(contiguous[0], addresses, padded, _ragged_dims(shape, lengths), value)
     return padded
-
-
-def unpad_ragged(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
-    """Compute `padding_ops.unpad_values` with the kernel."""
-    values = padded.new_empty(total)
-    dims = _ragged_dims(padded.shape, lengths)
-    _launch(values, None, padded.contiguous(), dims, 0.0, batch=padded.shape[0], unpad=True)
-    return values
 
 
 def _ragged_dims(shape: Sequence[int], lengths: Sequence[ValidLength]) -> list[DimTriple]:
@@ -122,23 +79,15 @@ def _merged_dims(dims: Sequence[DimTriple]) -> list[DimTriple]:
     return merged
 
 
-def _launch(
-    dense: Tensor, addresses: Tensor | None, padded: Tensor, dims: list[DimTriple], value: float, batch: int | None,
-    unpad: bool,
-) -> None:  # fmt: skip
-    """Run the kernel over every element of `padded`."""
+def _launch(dense: Tensor, addresses: Tensor | None, padded: Tensor, dims: list[DimTriple], value: float) -> None:
+    """Run the kernel over every element of `padded`; of a ragged batch `dense` is one of the rows at `addresses`."""
     if not padded.numel():
         return
     columns = dims[-1][0] if dims else 1
     rows = padded.numel() // columns
     block_columns = min(1 << (columns - 1).bit_length(), TILE_ELEMENTS)
     block_rows = min(max(TILE_ELEMENTS // block_columns, 1), 1 << (rows - 1).bit_length())
-    batch_rows = rows // batch if batch else rows
-    span = 1
-    if batch and addresses is None:
-        # A program compares its rows pairwise to compute where each starts.
-        block_rows = min(block_rows, math.isqrt(TILE_ELEMENTS))
-        span = 1 << ((block_rows + batch_rows - 2) // batch_rows).bit_length()
+    batch_rows = rows if addresses is None else rows // padded.shape[0]
     # Triton cannot load or store bools, which are a byte each.
     memory = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in (dense, padded)]
     fill = value if dense.dtype.is_floating_point else int(value)
@@ -149,6 +98,6 @@ def _launch(
     with launching_on(padded.device):
         pad_kernel[(-(-rows // block_rows) * -(-columns // block_columns),)](
             memory[0], dense if addresses is None else addresses, memory[1], inner_first, rows, columns, batch_rows,
-            tuple(isinstance(true, Tensor) for _, true, _ in inner_first), batch is not None, addresses is not None,
-            unpad, block_rows, block_columns, span, fill,
+            tuple(isinstance(true, Tensor) for _, true, _ in inner_first), addresses is not None, block_rows,
+            block_columns, fill,
         )  # fmt: skip

@@ -1,8 +1,11 @@
-"""Padding and unpadding as torch ops, each the other's gradient, with the reference where no kernel runs."""
+"""Padding and unpadding, differentiable: `pad_to` and `pad_list` are torch ops that a kernel computes.
+
+The gradient of padding is a slice, and unpadding is written in torch's own ops.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from subtensors.kernels.padded import padding
 from subtensors.kernels.runtime.custom_ops import FLOAT_DTYPES, INTEGER_DTYPES, define_kernel
-from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths
+from subtensors.kernels.runtime.valid_lengths import LENGTHS_SCHEMA, ValidLength, pack_lengths, valid_mask
 
 DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
 
@@ -57,7 +60,7 @@ def unpad_to(padded: Tensor, size: Sequence[int]) -> Tensor:
     """
     if len(size) != padded.dim() or any(a > b for a, b in zip(size, padded.shape, strict=True)):
         raise ValueError(f"a tensor of shape {tuple(padded.shape)} has no part of size {tuple(size)}")
-    return torch.ops.subtensors.unpad_to(padded, size)  # type: ignore[no-any-return]
+    return padding.start_of(padded, size).clone(memory_format=torch.contiguous_format)
 
 
 def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLength], value: float = 0.0) -> Tensor:
@@ -77,7 +80,8 @@ def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
         tensor([[1, 0],
                 [2, 3]])
     """
-    return torch.ops.subtensors.pad_values(values, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
+    padded = values.new_full((math.prod(shape),), value)
+    return padded.index_copy(0, _valid_indices(shape, lengths, len(values), values.device), values).view(*shape)
 
 
 def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
@@ -95,7 +99,13 @@ def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> 
         >>> unpad_values(torch.tensor([[1, 0], [2, 3]]), [ValidLength(1, torch.tensor([1, 2]))], total=3)
         tensor([1, 2, 3])
     """
-    return torch.ops.subtensors.unpad_values(padded, *pack_lengths(lengths), total)  # type: ignore[no-any-return]
+    return padded.reshape(-1).index_select(0, _valid_indices(padded.shape, lengths, total, padded.device))
+
+
+def _valid_indices(shape: Sequence[int], lengths: Sequence[ValidLength], total: int, device: torch.device) -> Tensor:
+    """Return the flat indices of the `total` valid elements, in order, without waiting for the device."""
+    valid = valid_mask(shape, lengths, device).expand(*shape)
+    return torch.nonzero_static(valid.reshape(-1), size=total).squeeze(1)
 
 
 def pad_list(
@@ -120,43 +130,9 @@ def pad_list(
     return torch.ops.subtensors.pad_list(rows, shape, *pack_lengths(lengths), value)  # type: ignore[no-any-return]
 
 
-def _of_shape(tensor: Tensor, shape: Sequence[int], *_: object) -> Tensor:
-    return tensor.new_empty(shape)
-
-
 define_kernel(
     "pad_to", "Tensor dense, SymInt[] shape, Scalar value", "Tensor", padding.pad_dense, padding.pad_reference,
-    _of_shape, DTYPES,
-)  # fmt: skip
-define_kernel(
-    "unpad_to", "Tensor padded, SymInt[] size", "Tensor", padding.unpad_dense, padding.unpad_reference,
-    _of_shape, DTYPES,
-)  # fmt: skip
-
-
-def _shape_context(ctx: Any, inputs: tuple[Tensor, *tuple[object, ...]], output: Tensor) -> None:
-    ctx.shape = inputs[0].shape
-
-
-def _pad_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
-    return torch.ops.subtensors.unpad_to(gradient, ctx.shape), None, None
-
-
-def _unpad_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
-    return torch.ops.subtensors.pad_to(gradient, ctx.shape, 0), None
-
-
-torch.library.register_autograd("subtensors::pad_to", _pad_gradient, setup_context=_shape_context)
-torch.library.register_autograd("subtensors::unpad_to", _unpad_gradient, setup_context=_shape_context)
-
-
-define_kernel(
-    "pad_values", f"Tensor values, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_ragged,
-    padding.pad_ragged_reference, _of_shape, DTYPES,
-)  # fmt: skip
-define_kernel(
-    "unpad_values", f"Tensor padded, {LENGTHS_SCHEMA}, SymInt total", "Tensor", padding.unpad_ragged,
-    padding.unpad_ragged_reference, lambda padded, d, s, b, total: padded.new_empty(total), DTYPES,
+    lambda dense, shape, *_: dense.new_empty(shape), DTYPES,
 )  # fmt: skip
 define_kernel(
     "pad_list", f"Tensor[] rows, SymInt[] shape, {LENGTHS_SCHEMA}, Scalar value", "Tensor", padding.pad_rows,
@@ -164,38 +140,23 @@ define_kernel(
 )  # fmt: skip
 
 
-def _values_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, _, ctx.dims, sizes, ctx.batch_dims, _ = inputs
-    ctx.shapes = [row.shape for row in values] if isinstance(values, (list, tuple)) else [values.shape]
-    ctx.save_for_backward(*sizes)
+def _pad_to_context(ctx: Any, inputs: tuple[Tensor, *tuple[object, ...]], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
 
 
-def _values_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, *tuple[object, ...]]:
-    sizes = list(ctx.saved_tensors)
-    total = sum(shape.numel() for shape in ctx.shapes)
-    values = torch.ops.subtensors.unpad_values(gradient, ctx.dims, sizes, ctx.batch_dims, total)
-    return values, None, None, [None] * len(sizes), None, None
+def _pad_to_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
+    return padding.start_of(gradient, ctx.shape), None, None
 
 
-def _list_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
-    values, *rest = _values_gradient(ctx, gradient)
-    ends = [0, *itertools.accumulate(shape.numel() for shape in ctx.shapes)]
-    rows = [values[a:b].view(shape) for (a, b), shape in zip(itertools.pairwise(ends), ctx.shapes, strict=True)]
-    return rows, *rest
+def _pad_list_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, _, _, sizes, *_ = inputs
+    ctx.shapes, ctx.ragged_dims = [row.shape for row in rows], len(sizes)
 
 
-def _unpad_values_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    padded, ctx.dims, sizes, ctx.batch_dims, _ = inputs
-    ctx.shape = padded.shape
-    ctx.save_for_backward(*sizes)
+def _pad_list_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
+    rows = [padding.start_of(g, shape) for g, shape in zip(gradient.unbind(), ctx.shapes, strict=True)]
+    return rows, None, None, [None] * ctx.ragged_dims, None, None
 
 
-def _unpad_values_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
-    sizes = list(ctx.saved_tensors)
-    padded = torch.ops.subtensors.pad_values(gradient, ctx.shape, ctx.dims, sizes, ctx.batch_dims, 0)
-    return padded, None, [None] * len(sizes), None, None
-
-
-torch.library.register_autograd("subtensors::pad_values", _values_gradient, setup_context=_values_context)
-torch.library.register_autograd("subtensors::pad_list", _list_gradient, setup_context=_values_context)
-torch.library.register_autograd("subtensors::unpad_values", _unpad_values_gradient, setup_context=_unpad_values_context)
+torch.library.register_autograd("subtensors::pad_to", _pad_to_gradient, setup_context=_pad_to_context)
+torch.library.register_autograd("subtensors::pad_list", _pad_list_gradient, setup_context=_pad_list_context)

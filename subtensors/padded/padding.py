@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from subtensors.dispatch.sizes.dim_factors import Factors, bucket_of, padded_dim
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import dispatcher, dynamo
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.kernels.padded.padding_ops import pad_list, pad_to, pad_values, unpad_values
+from subtensors.kernels.padded.padding_ops import pad_list, pad_to
 from subtensors.kernels.runtime.graph_lifetime import to_device
 from subtensors.kernels.runtime.valid_lengths import ValidLength
 from subtensors.padded.autograd import unwrap_with_grad, wrap_padded
@@ -223,15 +222,6 @@ def true_sizes(
     return TrueSizes(tuple(dim.symbol for dim in dims), tuple(buckets), values.to(device), tuple(host))
 
 
-def _ragged(
-    dim: Dim, lengths: tuple[int, ...], rest: Sequence[int], device: torch.device
-) -> tuple[TrueSizes, tuple[Factors, ...]]:
-    """Return the true sizes of a batch whose rows have these lengths, (rows, bucket, *rest), and its dims."""
-    bucket = max(map(dim.bucket, lengths))
-    sizes = true_sizes([dim], [bucket], [lengths], device)
-    return sizes, (padded_dim(len(lengths), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
-
-
 def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     if isinstance(dims, Dim):
         raise TypeError(
@@ -290,15 +280,11 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     _check_dim(dim)
     _check_value(value, nested.dtype)
     jagged: Any = nested
-    values, rest = nested.values(), nested.shape[2:]
     # The values of a transposed one, or of one with holes between its rows, are not consecutive rows.
-    if jagged._ragged_idx != 1 or jagged.lengths() is not None or not values.is_contiguous():
+    if jagged._ragged_idx != 1 or jagged.lengths() is not None:
         return pad(list(nested.unbind()), {0: dim}, value)
-    host = tuple(end - start for start, end in itertools.pairwise(jagged.offsets().tolist()))
-    sizes, dims = _ragged(dim, host, rest, values.device)
-    valid = ValidLength(1, sizes.of(dim.symbol))
-    dense = pad_values(values.reshape(-1), [*map(bucket_of, dims)], [valid], value)
-    return wrap_padded(PaddedValue(dense, dims, sizes, None if value != value else value))
+    # The gradient of a split is one kernel, where that of `unbind` is one for each row.
+    return pad(list(nested.values().split(jagged.offsets().diff().tolist())), {0: dim}, value)
 
 
 def to_nested(x: PaddedTensor) -> Tensor:
@@ -326,10 +312,9 @@ def to_nested(x: PaddedTensor) -> Tensor:
     if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
     lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(batch.shape[0])]
-    valid = ValidLength(1, sizes.of(ragged[0].size))
-    values = unpad_values(batch.dense, [valid], sum(lengths) * batch.shape[2:].numel())
-    offsets = to_device(np.cumsum([0, *lengths]), values.device)
-    return torch.nested.nested_tensor_from_jagged(values.view(-1, *batch.shape[2:]), offsets)
+    index = np.flatnonzero(np.arange(batch.shape[1]) < np.asarray(lengths)[:, None])
+    values = batch.dense.flatten(0, 1).index_select(0, to_device(index, batch.dense.device))
+    return torch.nested.nested_tensor_from_jagged(values, to_device(np.cumsum([0, *lengths]), values.device))
 
 
 def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -> PaddedTensor:
@@ -367,7 +352,9 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     if not torch.equal(valid, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
         raise SizeError("a row of the mask has a gap or starts with padding: only right padding has a true size")
     host = tuple(lengths.tolist())
-    sizes, dims = _ragged(dim, host, t.shape[2:], t.device)
+    bucket = max(map(dim.bucket, host))
+    sizes = true_sizes([dim], [bucket], [host], t.device)
+    dims = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
     shape = [*map(bucket_of, dims)]
     dense = pad_to(t[:, : shape[1]], shape, 0 if value is None else value)
     batch = PaddedValue(dense, dims, sizes)

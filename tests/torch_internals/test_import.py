@@ -29,7 +29,7 @@ LATER = [
 OPS = """
 blockwise_absmax chunked_program chunked_program_gradients dequantize_blockwise fused grouped_linear
 masked_norm masked_norm_backward masked_reduction masked_reduction_backward masked_softmax masked_softmax_backward
-materialize numel pad_list pad_to pad_values quantize_blockwise stochastic_round unpad_to unpad_values
+materialize numel pad_list pad_to quantize_blockwise stochastic_round
 """.split()
 
 PROGRAM = """
