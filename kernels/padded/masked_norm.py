@@ -56,7 +56,7 @@ def masked_norm_reference(
     mean = torch.zeros_like(count, dtype=value.dtype) if is_rms else value.sum(tuple(dims), keepdim=True) / count
     centered = torch.where(valid, value - mean, 0)
     scale = (centered.square().sum(tuple(dims), keepdim=True) / count + eps).rsqrt()
-    y = centered * scale
+    y = torch.where(valid, centered * scale, 0)  # in padding, the scale may be infinite
     y = y * weight if weight is not None else y
     y = y + bias if bias is not None else y
     row_lengths = [e for e in lengths if e.dim % x.dim() not in dims]

@@ -1,13 +1,14 @@
 """The masked kernels as torch ops: differentiable, opaque to a compiler, with the reference where no kernel runs.
 
 Both read the sizes on the device, so one captured graph or compiled program serves all of them. Second derivatives need
-no kernels: the gradient of an op is written in torch ops (`differentiable`), which autograd differentiates.
+no kernels: a gradient that will be differentiated itself is computed by torch ops, which autograd follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,92 +112,18 @@ def masked_norm(
     )
 
 
-_SAVED = object()
-"""The placeholder of a tensor that autograd saves."""
-
-
-def differentiable(op: str, formula: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Register the gradient of an op as that of a formula in torch ops.
-
-    Args:
-        op: the op's name.
-        formula: takes the arguments of the op and returns its results.
-    """
-
-    def context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
-        listed = [x if _is_list(x) else [x] for x in inputs]
-        ctx.save_for_backward(*(t for x in listed for t in x if isinstance(t, Tensor)))
-        ctx.inputs = [_SAVED if isinstance(x, Tensor) else [_SAVED] * len(x) if _is_list(x) else x for x in inputs]
-
-    def gradient(ctx: Any, *gradients: Tensor) -> tuple[object, ...]:
-        with torch.enable_grad():
-            # Saved tensors may depend on each other; aliases make the formula's dependence the only one.
-            aliases = (t.view_as(t) for t in ctx.saved_tensors)
-            inputs = [_restored(x, aliases) for x in ctx.inputs]
-            outs = formula(*inputs)
-        inputs_with_grad = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
-        pairs = [(out, g) for out, g in zip(outs, gradients, strict=True) if out.requires_grad]
-        found = torch.autograd.grad(
-            [out for out, _ in pairs],
-            list(inputs_with_grad.values()),
-            [g for _, g in pairs],
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
-        by_place = dict(zip(inputs_with_grad, found, strict=True))
-        return tuple([None] * len(x) if _is_list(x) else by_place.get(i) for i, x in enumerate(inputs))
-
-    torch.library.register_autograd(f"subtensors::{op}", gradient, setup_context=context)
-
-
-def _is_list(x: object) -> TypeGuard[Sequence[Tensor | None]]:
-    """Return whether an argument is a list of tensors."""
-    return isinstance(x, (list, tuple)) and all(t is None or isinstance(t, Tensor) for t in x)
-
-
-def _restored(x: object, saved: Iterator[Tensor]) -> object:
-    """Return an argument with its saved tensors in place of the placeholders."""
-    return [next(saved) for _ in x] if isinstance(x, list) and _SAVED in x else next(saved) if x is _SAVED else x
-
-
-def softmax_gradient(
-    gradient: Tensor, y: Tensor, dim: int, d: list[int], s: list[Tensor], b: list[int], is_log: bool
-) -> tuple[Tensor]:
-    """Return the input gradient of a softmax from its result `y`, through which it depends on the input."""
-    return (softmaxes.masked_softmax_backward_reference(gradient, y, dim, unpack_lengths(d, s, b), is_log),)
-
-
-def reduction_gradient(
-    gradient: Tensor, x: Tensor, out: Tensor, aux: Tensor, counts: Tensor, kind: str, dims: list[int],
-    d: list[int], s: list[Tensor], b: list[int], p: float, correction: float,
-) -> tuple[Tensor]:  # fmt: skip
-    """Return the input gradient of a reduction, recomputed from `x` so that it is differentiable in `x`."""
-    x = _requiring_grad(x)
-    recomputed = reductions.masked_reduction_reference(x, kind, dims, unpack_lengths(d, s, b), p, correction).out
-    (gx,) = torch.autograd.grad(recomputed, [x], gradient, create_graph=True)
-    return (gx,)
-
-
-def norm_gradient(
-    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
-    d: list[int], s: list[Tensor], b: list[int], is_rms: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of a norm's input, weight and bias; without a weight, those for a weight of ones."""
-    shape = x.shape[x.dim() - normalized :]
-    x = _requiring_grad(x)
-    factor, shift = (
-        _requiring_grad(mean.new_ones(shape) if weight is None else weight),
-        _requiring_grad(mean.new_zeros(shape)),
+def _recomputed_gradients(
+    reference: Callable[..., tuple[Tensor, ...]], gradient: Tensor, **inputs: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of a reference's first result for inputs that require grad, differentiable themselves."""
+    # Inputs may depend on each other; aliases make the reference's dependence the only one.
+    aliases = {name: t if t is None else t.view_as(t) for name, t in inputs.items()}
+    asked = {name: t for name, t in aliases.items() if t is not None and t.requires_grad}
+    found = torch.autograd.grad(
+        reference(**aliases)[0], list(asked.values()), gradient, create_graph=True, materialize_grads=True
     )
-    y = norms.masked_norm_reference(x, normalized, factor, shift, eps, unpack_lengths(d, s, b), 0.0, is_rms).y
-    gx, *rest = torch.autograd.grad(y, [x, factor, shift], gradient, create_graph=True)
-    weight_gradient, bias_gradient = (g.to(mean.dtype) for g in rest)
-    return gx, weight_gradient, bias_gradient
-
-
-def _requiring_grad(t: Tensor) -> Tensor:
-    """Return a tensor that requires grad: this one if it does, otherwise a detached alias of it."""
-    return t if t.requires_grad else t.detach().requires_grad_()
+    by_name = dict(zip(asked, found, strict=True))
+    return [by_name.get(name) for name in inputs]
 
 
 def _like_second(_: object, x: Tensor, *__: object) -> Tensor:
@@ -220,12 +147,17 @@ def _softmax_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
     y, *sizes = ctx.saved_tensors
-    gx = torch.ops.subtensors.masked_softmax_backward(gradient, y, ctx.dim, ctx.dims, sizes, ctx.batch_dims, ctx.is_log)
+    if torch.is_grad_enabled():
+        lengths = unpack_lengths(ctx.dims, sizes, ctx.batch_dims)
+        gx = softmaxes.masked_softmax_backward_reference(gradient, y, ctx.dim, lengths, ctx.is_log)
+    else:
+        gx = torch.ops.subtensors.masked_softmax_backward(
+            gradient, y, ctx.dim, ctx.dims, sizes, ctx.batch_dims, ctx.is_log
+        )
     return gx, None, None, [None] * len(sizes), None, None, None
 
 
 torch.library.register_autograd("subtensors::masked_softmax", _softmax_gradient, setup_context=_softmax_context)
-differentiable("masked_softmax_backward", softmax_gradient)
 
 
 def _reduction_fake(x: Tensor, kind: str, dims: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,14 +193,21 @@ def _reduction_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _reduction_gradient(ctx: Any, gradient: Tensor, *_: object) -> tuple[object, ...]:
     x, out, aux, counts, *sizes = ctx.saved_tensors
-    gx = torch.ops.subtensors.masked_reduction_backward(
-        gradient, x, out, aux, counts, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction
-    )
+    gx: Tensor | None
+    if torch.is_grad_enabled():
+        reference = partial(
+            reductions.masked_reduction_reference, kind=ctx.kind, dims=ctx.reduced,
+            lengths=unpack_lengths(ctx.dims, sizes, ctx.batch_dims), p=ctx.p, correction=ctx.correction,
+        )  # fmt: skip
+        (gx,) = _recomputed_gradients(reference, gradient, x=x)
+    else:
+        gx = torch.ops.subtensors.masked_reduction_backward(
+            gradient, x, out, aux, counts, ctx.kind, ctx.reduced, ctx.dims, sizes, ctx.batch_dims, ctx.p, ctx.correction
+        )
     return gx, None, None, None, [None] * len(sizes), None, None, None, None, None
 
 
 torch.library.register_autograd("subtensors::masked_reduction", _reduction_gradient, setup_context=_reduction_context)
-differentiable("masked_reduction_backward", reduction_gradient)
 
 
 def _norm_fake(x: Tensor, normalized: int, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,13 +240,20 @@ define_kernel(
 
 def _norm_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, ctx.normalized, weight, bias, ctx.eps, ctx.dims, sizes, ctx.batch_dims, _, ctx.is_rms = inputs
-    ctx.save_for_backward(x, weight, *output[1:], *sizes)
+    ctx.save_for_backward(x, weight, bias, *output[1:], *sizes)
     ctx.dtypes = [t if t is None else t.dtype for t in (weight, bias)]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _norm_gradient(ctx: Any, gradient: Tensor, *_: object) -> tuple[object, ...]:
-    x, weight, mean, scale, *sizes = ctx.saved_tensors
+    x, weight, bias, mean, scale, *sizes = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        reference = partial(
+            norms.masked_norm_reference, normalized=ctx.normalized, eps=ctx.eps,
+            lengths=unpack_lengths(ctx.dims, sizes, ctx.batch_dims), is_rms=ctx.is_rms,
+        )  # fmt: skip
+        gx, *cast = _recomputed_gradients(reference, gradient, x=x, weight=weight, bias=bias)
+        return gx, None, *cast, None, None, [None] * len(sizes), None, None, None
     gx, *parameters = torch.ops.subtensors.masked_norm_backward(
         gradient, x, mean, scale, weight, ctx.normalized, ctx.eps, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
     )
@@ -316,4 +262,3 @@ def _norm_gradient(ctx: Any, gradient: Tensor, *_: object) -> tuple[object, ...]
 
 
 torch.library.register_autograd("subtensors::masked_norm", _norm_gradient, setup_context=_norm_context)
-differentiable("masked_norm_backward", norm_gradient)

@@ -92,12 +92,16 @@ def masked_reduction_reference(
     elif kind == "prod":
         nonzero = torch.where(valid & (value != 0), value, zeros + 1)
         zeros_count = (valid & (value == 0)).sum(dims, keepdim=True)
-        aux = _product(nonzero, dims)
-        out, aux = torch.where(zeros_count > 0, aux * 0, aux), torch.where(zeros_count > 1, aux * 0, aux)
+        out = _product(torch.where(valid, value, zeros + 1), dims)
+        aux = torch.where(zeros_count > 1, 0, _product(nonzero, dims))
     elif kind in ("amax", "amin"):
         bound = min_value(dtype) if kind == "amax" else max_value(dtype)
         out = getattr(value.masked_fill(~valid, bound), kind)(dims, keepdim=True)
         aux = (valid & (value == out)).sum(dims, keepdim=True)
+        if dtype.is_floating_point:
+            # Where all valid elements are infinite, as the fill of padding, only they share the gradient.
+            mean = torch.where(valid, value, zeros).sum(dims, keepdim=True) / counts.clamp(min=1)
+            out = torch.where((out == bound) & (counts > 0), mean, out)
     elif kind == "logsumexp":
         # logsumexp of only -inf has a NaN gradient, so empty rows get zeros first.
         neutral = value.masked_fill(~valid, float("-inf")).masked_fill(counts == 0, 0)

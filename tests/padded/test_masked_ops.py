@@ -103,6 +103,53 @@ def test_padding_and_empty_rows_put_no_nan_into_second_derivatives(device: str) 
         assert second[~real].eq(0).all()
 
 
+def both_gradients(out: Tensor, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The gradients of a result, computed by a kernel and so that they can be differentiated themselves."""
+    upstream = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    return [
+        torch.autograd.grad(out, inputs, upstream, retain_graph=True, create_graph=again) for again in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_a_reduction_is_the_same_if_it_is_differentiated(kind: str, device: str) -> None:
+    # Rows of equal elements, of zeros, of one element, of none; and the last one is padding.
+    rows = [[1.0, 3.0, 3.0], [0.0, 2.0, math.nan], [0.0, 0.0, math.nan], [5.0, *[math.nan] * 2], *[[math.nan] * 3] * 2]
+    lengths, bound = [3, 2, 2, 1, 0, 3], {"amax": -math.inf, "amin": math.inf}.get(kind)
+    if bound is not None:
+        rows[0], rows[1] = [bound, 3.0, 3.0], [bound, bound, math.nan]
+    x = torch.tensor(rows, dtype=torch.float64, device=device, requires_grad=True)
+    extent = [ValidLength(1, torch.tensor(lengths, device=device)), ValidLength(0, torch.tensor(5, device=device))]
+    for p in (0.0, 0.5, *ORDERS["norm"]) if kind == "norm" else (2.0,):
+        (first,), (again,) = both_gradients(masked_reduction(x, kind, [1], extent, p).out, [x])
+        torch.testing.assert_close(again, first, equal_nan=True)
+
+
+def test_the_second_derivative_of_a_product_with_zeros_is_that_of_torch(device: str) -> None:
+    rows = [[2.0, 0.0, 3.0, math.nan], [0.0, 5.0, 0.0, math.nan], [4.0, 0.0, math.nan, math.nan]]
+    x = torch.tensor(rows, dtype=torch.float64, device=device, requires_grad=True)
+    lengths = [3, 3, 2]
+    out = masked_reduction(x, "prod", [1], [ValidLength(1, torch.tensor(lengths, device=device))]).out
+    wanted = torch.stack([row[:n].prod() for row, n in zip(x, lengths, strict=True)])
+    found = []
+    for product in (out, wanted):
+        (first,) = torch.autograd.grad(product.sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.exp().sum(), x)[0])
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+def test_padded_rows_put_no_nan_into_differentiated_gradients_of_a_norm(is_rms: bool, device: str) -> None:
+    x, weight, bias = leaf(device, 3, 4), leaf(device, 4), leaf(device, 4)
+    with torch.no_grad():
+        x[2] = math.nan
+    # Without an eps, the scale of a row of padding is infinite.
+    y = masked_norm(x, 1, weight, bias, 0.0, [ValidLength(0, torch.tensor(2, device=device))], is_rms=is_rms).y
+    for first, again in zip(*both_gradients(y, [x, weight, bias]), strict=True):
+        assert first.isfinite().all()
+        torch.testing.assert_close(again, first)
+
+
 def test_parameters_of_half_precision_get_gradients_of_half_precision(device: str) -> None:
     x = torch.randn(3, 5, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.ones(8, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
