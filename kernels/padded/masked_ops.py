@@ -1,7 +1,7 @@
 """The masked kernels as torch ops: differentiable, opaque to a compiler, with the reference where no kernel runs.
 
 Both read the sizes on the device, so one captured graph or compiled program serves all of them. Second derivatives need
-no kernels: a gradient that will be differentiated itself is computed by torch ops, which autograd follows.
+no kernels: a gradient that will be differentiated itself is computed by torch ops, which autograd differentiates.
 """
 
 from __future__ import annotations
