@@ -67,7 +67,7 @@ def masked_norm_reference(
 
 
 def masked_norm_backward_reference(
-    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
     lengths: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `masked_norm_backward` in torch ops."""
@@ -110,7 +110,7 @@ def masked_norm_forward(
 
 
 def masked_norm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int, eps: float,
+    gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, normalized: int,
     lengths: Sequence[ValidLength], is_rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of `masked_norm` with its kernel.
@@ -119,14 +119,13 @@ def masked_norm_backward(
         gradient: the gradient of the result; its padding has no effect.
         x, weight, normalized, lengths, is_rms: as in the forward.
         mean, scale: results of the forward.
-        eps: as in the forward; `scale` holds it, so that only second derivatives need it.
 
     Returns:
         The gradients of `x`, zero in padding, and in the dtype of the arithmetic those of weight and bias; the latter
         two are sums over the valid rows, of the normalized shape.
     """
     if math.prod(x.shape[x.dim() - normalized :]) > MAX_ROW_LENGTH:
-        return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, eps, lengths, is_rms)
+        return masked_norm_backward_reference(gradient, x, mean, scale, weight, normalized, lengths, is_rms)
     x, layout = plan(x.contiguous(), range(x.dim() - normalized, x.dim()), lengths, whole_columns=True)
     gx = torch.empty_like(x)
     shape = x.shape[x.dim() - normalized :]

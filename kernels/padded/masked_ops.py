@@ -231,7 +231,7 @@ define_kernel(
 )  # fmt: skip
 define_kernel(
     "masked_norm_backward",
-    "Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, float eps, "
+    "Tensor gradient, Tensor x, Tensor mean, Tensor scale, Tensor? weight, int normalized, "
     f"{LENGTHS_SCHEMA}, bool is_rms",
     "(Tensor, Tensor, Tensor)",
     norms.masked_norm_backward, norms.masked_norm_backward_reference, _norm_backward_fake,
@@ -255,7 +255,7 @@ def _norm_gradient(ctx: Any, gradient: Tensor, *_: object) -> tuple[object, ...]
         gx, *cast = _recomputed_gradients(reference, gradient, x=x, weight=weight, bias=bias)
         return gx, None, *cast, None, None, [None] * len(sizes), None, None, None
     gx, *parameters = torch.ops.subtensors.masked_norm_backward(
-        gradient, x, mean, scale, weight, ctx.normalized, ctx.eps, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
+        gradient, x, mean, scale, weight, ctx.normalized, ctx.dims, sizes, ctx.batch_dims, ctx.is_rms
     )
     cast = [None if dtype is None else g.to(dtype) for g, dtype in zip(parameters, ctx.dtypes, strict=True)]
     return gx, None, *cast, None, None, [None] * len(sizes), None, None, None

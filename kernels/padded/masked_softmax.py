@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subtensors.kernels.padded.masked_layout import plan, with_strides_of
+from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.kernels.runtime.launcher import launching_on
 from subtensors.kernels.runtime.valid_lengths import ValidLength, valid_mask
 
@@ -39,13 +40,13 @@ def masked_softmax_backward_reference(
     gradient: Tensor, y: Tensor, dim: int, lengths: Sequence[ValidLength], is_log: bool = False
 ) -> Tensor:
     """Compute `masked_softmax_backward` in torch ops."""
-    padding = ~valid_mask(y.shape, lengths, y.device)
-    gradient, y = gradient.masked_fill(padding, 0), y.masked_fill(padding, 0)
+    dtype, padding = y.dtype, ~valid_mask(y.shape, lengths, y.device)
+    gradient, y = (t.to(arithmetic_dtype(t.dtype)).masked_fill(padding, 0) for t in (gradient, y))
     if is_log:
         result = gradient - y.exp() * gradient.sum(dim, keepdim=True)
     else:
         result = y * (gradient - (gradient * y).sum(dim, keepdim=True))
-    return result.masked_fill(padding, 0)
+    return result.masked_fill(padding, 0).to(dtype)
 
 
 def masked_softmax_forward(

@@ -67,7 +67,8 @@ def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
     """Pad a ragged batch, given its values row after row.
 
     Args:
-        values: (total,) the elements of every row, each row contiguous; `torch.nested` keeps them so.
+        values: (total,) the elements of every row, each row contiguous; `torch.nested` keeps them so. More at the end
+            have no effect.
         shape: of the result, (B, ...).
         lengths: its ragged dimensions, sizes (B,) each.
         value: the value of the padding.
@@ -80,8 +81,10 @@ def pad_values(values: Tensor, shape: Sequence[int], lengths: Sequence[ValidLeng
         tensor([[1, 0],
                 [2, 3]])
     """
-    padded = values.new_full((math.prod(shape),), value)
-    return padded.index_copy(0, _valid_indices(shape, lengths, len(values), values.device), values).view(*shape)
+    count = math.prod(shape)
+    # Values beyond the valid ones, whose index is -1, go to one more element at the end.
+    index = _valid_indices(shape, lengths, len(values), values.device) % (count + 1)
+    return values.new_full((count + 1,), value).index_copy(0, index, values)[:-1].view(*shape)
 
 
 def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> Tensor:
@@ -103,7 +106,7 @@ def unpad_values(padded: Tensor, lengths: Sequence[ValidLength], total: int) -> 
 
 
 def _valid_indices(shape: Sequence[int], lengths: Sequence[ValidLength], total: int, device: torch.device) -> Tensor:
-    """Return the flat indices of the `total` valid elements, in order, without waiting for the device."""
+    """Return the flat indices of `total` valid elements, in order, then -1, without waiting for the device."""
     valid = valid_mask(shape, lengths, device).expand(*shape)
     return torch.nonzero_static(valid.reshape(-1), size=total).squeeze(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -283,8 +284,11 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     # The values of a transposed one, or of one with holes between its rows, are not consecutive rows.
     if jagged._ragged_idx != 1 or jagged.lengths() is not None:
         return pad(list(nested.unbind()), {0: dim}, value)
-    # The gradient of a split is one kernel, where that of `unbind` is one for each row.
-    return pad(list(nested.values().split(jagged.offsets().diff().tolist())), {0: dim}, value)
+    values = nested.values()
+    # Memory before the first row and after the last holds no rows. The gradient of a split is one kernel, where that of
+    # `unbind` is one for each row.
+    sizes = [end - start for start, end in itertools.pairwise([0, *jagged.offsets().tolist(), len(values)])]
+    return pad(list(values.split(sizes)[1:-1]), {0: dim}, value)
 
 
 def to_nested(x: PaddedTensor) -> Tensor:

@@ -225,7 +225,7 @@ def check_norm(
     normed = run(p.x, normalized, weight, bias, eps, p.extents, 0.0, is_rms)
     g = p.like(torch.randn(p.x.shape, generator=generator)).x.to(p.x.dtype)
     truths = [oracle_norm(p, g, dims, dtype, weight, bias, eps, is_rms) for dtype in (p.x.dtype, torch.float64)]
-    gradients = back(g, p.x, normed.mean, normed.scale, weight, normalized, eps, p.extents, is_rms)
+    gradients = back(g, p.x, normed.mean, normed.scale, weight, normalized, p.extents, is_rms)
     assert not gradients[0][~p.mask].any()
     results = [normed.y, gradients[0], *(t.to(p.x.dtype) for t in gradients[1:])]
     # What is added up has the size of (x - mean) * scale before it cancels.

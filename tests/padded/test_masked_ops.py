@@ -150,6 +150,18 @@ def test_padded_rows_put_no_nan_into_differentiated_gradients_of_a_norm(is_rms: 
         torch.testing.assert_close(again, first)
 
 
+@pytest.mark.parametrize("is_log", [False, True], ids=["softmax", "log_softmax"])
+def test_the_gradient_of_a_softmax_of_half_precision_is_summed_in_float(is_log: bool, device: str) -> None:
+    x = torch.zeros(1, 4096, dtype=torch.float16, device=device, requires_grad=True)
+    upstream = torch.linspace(10, 50, 4096, dtype=torch.float16, device=device).unsqueeze(0)
+    plain = torch.log_softmax(x, 1) if is_log else torch.softmax(x, 1)
+    (wanted,) = torch.autograd.grad(plain, x, upstream)
+    masked = masked_softmax(x, 1, [ValidLength(1, torch.tensor(4096, device=device))], is_log=is_log)
+    for again in (False, True):
+        (found,) = torch.autograd.grad(masked, x, upstream, retain_graph=True, create_graph=again)
+        torch.testing.assert_close(found, wanted)
+
+
 def test_parameters_of_half_precision_get_gradients_of_half_precision(device: str) -> None:
     x = torch.randn(3, 5, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.ones(8, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

@@ -32,6 +32,16 @@ def test_a_jagged_tensor_with_holes_between_its_rows_is_padded_row_by_row() -> N
     assert [row.tolist() for row in st.to_nested(x).unbind()] == [[1, 2, 3], [6, 7, 8, 9, 10]]
 
 
+def test_values_before_and_after_the_rows_of_a_jagged_tensor_have_no_effect() -> None:
+    values = torch.arange(7.0, requires_grad=True)
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([1, 3, 6]))
+    x = st.pad_nested(nested, SEQ)
+    assert [row.tolist() for row in x.unpad()] == [[1, 2], [3, 4, 5]]
+    x.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0, 1, 1, 1, 1, 1, 0]
+
+
 def test_to_nested_raises_unless_the_second_dim_alone_is_ragged() -> None:
     for x in (st.pad(torch.ones(2, 5), {1: SEQ}), st.pad([torch.ones(2, 5)], {1: SEQ})):
         with pytest.raises(st.RuleError, match="ragged in its second dim alone"):

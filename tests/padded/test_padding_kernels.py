@@ -161,6 +161,15 @@ def test_each_is_the_gradient_of_the_other(device: str) -> None:
         assert check(lambda *rows: pad_list(list(rows), shape, extents) ** 2, rows)
 
 
+def test_values_beyond_the_valid_ones_have_no_effect(device: str) -> None:
+    values = torch.arange(1.0, 6, device=device, requires_grad=True)
+    padded = pad_values(values, (2, 3), [ValidLength(1, torch.tensor([1, 2], device=device))], -1)
+    assert padded.tolist() == [[1, -1, -1], [2, 3, -1]]
+    padded.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1, 1, 1, 0, 0]
+
+
 def test_the_padding_of_a_gradient_is_dropped(device: str) -> None:
     dense = torch.ones(2, device=device, requires_grad=True)
     pad_to(dense, (4,)).backward(torch.tensor([1.0, 2.0, math.nan, math.inf], device=device))
