@@ -121,8 +121,12 @@ def masked_reduction_reference(
 
 
 def _product(value: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the product along dimensions; no derivative of it waits for the device, as that of `torch.prod` does."""
     for dim in dims:
-        value = value.prod(dim, keepdim=True)
+        while value.requires_grad and (n := value.shape[dim]) > 1:
+            first, second, rest = value.split([n // 2, n // 2, n % 2], dim)
+            value = torch.cat([first * second, rest], dim)
+        value = value if value.shape[dim] == 1 else value.prod(dim, keepdim=True)
     return value
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from subtensors.kernels.padded.masked_ops import masked_norm, masked_reduction, masked_softmax
 from subtensors.kernels.padded.masked_reduction import KINDS
@@ -136,6 +138,21 @@ def test_the_second_derivative_of_a_product_with_zeros_is_that_of_torch(device: 
         (first,) = torch.autograd.grad(product.sum(), x, create_graph=True)
         found.append(torch.autograd.grad(first.exp().sum(), x)[0])
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_of_a_reduction_do_not_wait_for_the_device(kind: str, device: str) -> None:
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert op is not torch.ops.aten._local_scalar_dense.default
+            return op(*args, **(kwargs or {}))
+
+    x = leaf(device, 2, 3, 4)
+    lengths = few(device)
+    with Ops():
+        out = masked_reduction(x, kind, [0, 2], lengths).out
+        (first,) = torch.autograd.grad((out * out).sum(), x, create_graph=True)
+        torch.autograd.grad((first * first).sum(), x)
 
 
 @pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
