@@ -223,6 +223,20 @@ def true_sizes(
     return TrueSizes(tuple(dim.symbol for dim in dims), tuple(buckets), values.to(device), tuple(host))
 
 
+def _ragged(
+    dim: Dim, lengths: tuple[int, ...], rest: Sequence[int], device: torch.device
+) -> tuple[TrueSizes, tuple[Factors, ...]]:
+    """Return the true sizes of a batch whose rows have these lengths, (rows, bucket, *rest), and its dims."""
+    bucket = max(map(dim.bucket, lengths))
+    sizes = true_sizes([dim], [bucket], [lengths], device)
+    return sizes, (padded_dim(len(lengths), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(rest))
+
+
+def _valid_places(lengths: Sequence[int], bucket: int, device: torch.device) -> Tensor:
+    """Return the places of the valid elements of rows of these lengths, each padded to `bucket`: (valid,) int64."""
+    return to_device(np.flatnonzero(np.arange(bucket) < np.asarray(lengths)[:, None]), device)
+
+
 def _named_dims(dims: Mapping[int, Dim | int], rank: int) -> dict[int, Dim]:
     if isinstance(dims, Dim):
         raise TypeError(
@@ -284,11 +298,15 @@ def pad_nested(nested: Tensor, dim: Dim, value: Number = 0) -> PaddedTensor:
     # The values of a transposed one, or of one with holes between its rows, are not consecutive rows.
     if jagged._ragged_idx != 1 or jagged.lengths() is not None:
         return pad(list(nested.unbind()), {0: dim}, value)
-    values = nested.values()
-    # Memory before the first row and after the last holds no rows. The gradient of a split is one kernel, where that of
-    # `unbind` is one for each row.
-    sizes = [end - start for start, end in itertools.pairwise([0, *jagged.offsets().tolist(), len(values)])]
-    return pad(list(values.split(sizes)[1:-1]), {0: dim}, value)
+    first, *ends = jagged.offsets().tolist()
+    lengths = tuple(end - start for start, end in itertools.pairwise([first, *ends]))
+    sizes, dims = _ragged(dim, lengths, nested.shape[2:], nested.device)
+    values = nested.values()[first : first + sum(lengths)]  # memory before and after them holds no rows
+    shape = [*map(bucket_of, dims)]
+    dense = values.new_full((shape[0] * shape[1], *shape[2:]), value).index_copy(
+        0, _valid_places(lengths, shape[1], values.device), values
+    )
+    return wrap_padded(PaddedValue(dense.view(shape), dims, sizes, None if value != value else value))
 
 
 def to_nested(x: PaddedTensor) -> Tensor:
@@ -316,8 +334,8 @@ def to_nested(x: PaddedTensor) -> Tensor:
     if not is_jagged or sizes is None or not sizes.is_ragged(ragged[0].size):
         raise RuleError("only a batch that is ragged in its second dim alone is a jagged nested tensor")
     lengths = [size_on_host(ragged[0].size, sizes.assignment(row)) for row in range(batch.shape[0])]
-    index = np.flatnonzero(np.arange(batch.shape[1]) < np.asarray(lengths)[:, None])
-    values = batch.dense.flatten(0, 1).index_select(0, to_device(index, batch.dense.device))
+    index = _valid_places(lengths, batch.shape[1], batch.dense.device)
+    values = batch.dense.flatten(0, 1).index_select(0, index)
     return torch.nested.nested_tensor_from_jagged(values, to_device(np.cumsum([0, *lengths]), values.device))
 
 
@@ -356,9 +374,7 @@ def pad_masked(t: Tensor, mask: Tensor, dim: Dim, value: Number | None = None) -
     if not torch.equal(valid, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
         raise SizeError("a row of the mask has a gap or starts with padding: only right padding has a true size")
     host = tuple(lengths.tolist())
-    bucket = max(map(dim.bucket, host))
-    sizes = true_sizes([dim], [bucket], [host], t.device)
-    dims = (padded_dim(len(host), rows_symbol()), padded_dim(bucket, dim.symbol), *static_dims(t.shape[2:]))
+    sizes, dims = _ragged(dim, host, t.shape[2:], t.device)
     shape = [*map(bucket_of, dims)]
     dense = pad_to(t[:, : shape[1]], shape, 0 if value is None else value)
     batch = PaddedValue(dense, dims, sizes)

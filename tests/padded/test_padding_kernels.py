@@ -243,7 +243,7 @@ def test_a_captured_batch_is_padded_again_at_each_replay() -> None:
 
 
 @pytest.mark.gpu
-def test_padding_and_unpadding_are_one_kernel_each_and_gradients_of_padding_are_views() -> None:
+def test_padding_and_unpadding_are_few_kernels_and_gradients_of_padding_are_views() -> None:
     seq = st.Dim("seq", max=8, buckets=[8])
     rows = [torch.randn(n, 2, device="cuda", requires_grad=True) for n in (3, 5)]
     whole = torch.randn(2, 5, device="cuda", requires_grad=True)
@@ -261,6 +261,7 @@ def test_padding_and_unpadding_are_one_kernel_each_and_gradients_of_padding_are_
     for call in calls.values():
         call()
     kernels = {name: count_kernels(call) for name, call in calls.items()}
-    assert kernels == {name: 0 if "gradient" in name else 1 for name in calls}
+    # A jagged batch is copied into filled memory.
+    assert kernels == {name: 0 if "gradient" in name else 1 for name in calls} | {"a jagged batch": 2}
     # The valid part of a tensor, and rows of a batch, are views.
     assert count_kernels(lambda: (one.unpad(), batch.unpad())) == 0
