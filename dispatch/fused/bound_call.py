@@ -36,7 +36,6 @@ from subtensors.kernels.runtime.launcher import current_stream
 
 if TYPE_CHECKING:
     from subtensors.dispatch.fused.triton_executor import PointerTable, TritonExecutor
-    from subtensors.kernels.fused.launch import Prelude
 
 cpu_kernels: ContextVar[bool] = ContextVar("cpu_kernels", default=False)
 """Set to run kernels on CPU tensors too, in Triton's interpreter, to test them without a GPU."""
@@ -189,7 +188,7 @@ class CachedLaunch:
     executor: TritonExecutor
     table: PointerTable
 
-    def repeat(self, call: FusedCall, edition: object, columns: Columns, prelude: Prelude | None) -> bool:
+    def repeat(self, call: FusedCall, edition: object, columns: Columns) -> bool:
         """Repeat the launch if the call is the same except for its numbers; return False where it may differ."""
         executor = self.executor
         if (
@@ -206,7 +205,7 @@ class CachedLaunch:
         for position, guard in self.guards:
             if not guard.matches(leaves[position]):
                 return False
-        executor.launch(self.table, columns, call.numbers(), stream, is_capturing=False, prelude=prelude)
+        executor.launch(self.table, columns, call.numbers(), stream, is_capturing=False)
         return True
 
 

@@ -21,7 +21,7 @@ from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable
 from subtensors.dispatch.graphs.fused_graph import Recording, current_recording
 from subtensors.dispatch.graphs.released_tensors import Release, check_resident
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.kernels.fused.launch import Grid, Prelude, compile_together
+from subtensors.kernels.fused.launch import Grid, compile_together
 
 logger = logging.getLogger("subtensors.fused")
 
@@ -45,17 +45,9 @@ class Executor:
 
     device = torch.device("cpu")
     """The device whose kernels run."""
-    takes_prelude = False
-    """True if a prelude is launched by `_execute`, rather than before."""
 
-    def run(
-        self,
-        columns: Columns,
-        numbers: Sequence[float],
-        addresses: Addresses | None = None,
-        prelude: Prelude | None = None,
-    ) -> Leaves:
-        """Apply the function to every element, after or with the prelude; in a recording, record that.
+    def run(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None = None) -> Leaves:
+        """Apply the function to every element; in a recording, record that.
 
         Raises:
             AddressError: a tensor is released.
@@ -63,14 +55,12 @@ class Executor:
         """
         if not self.is_on_current_device():
             with torch.cuda.device(self.device):
-                return self.run(columns, numbers, addresses, prelude)
+                return self.run(columns, numbers, addresses)
         if Release.count:
             check_resident(columns)
-        if prelude is not None and not self.takes_prelude:
-            prelude.launch()
         if (recording := current_recording()) is not None:
             return self._record(recording, columns, numbers)
-        return self._execute(columns, numbers, addresses, prelude)
+        return self._execute(columns, numbers, addresses)
 
     def log_note(self) -> None:
         """Log the note, and drop it."""
@@ -86,9 +76,7 @@ class Executor:
         """Give the launch to a recording."""
         raise NotRecordable(self.describe())
 
-    def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None, /
-    ) -> Leaves:
+    def _execute(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, /) -> Leaves:
         """Apply the function to every element, on the current device."""
         raise NotImplementedError
 

@@ -53,7 +53,7 @@ from subtensors.dispatch.fused.triton_executor import TritonExecutor
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.tree import PyTree
 from subtensors.dispatch.torch_internals.autograd import is_transforming
-from subtensors.kernels.fused.launch import Exchange, KernelSet, Prelude, Tiling
+from subtensors.kernels.fused.launch import Exchange, KernelSet, Tiling
 from subtensors.kernels.fused.program import Scalar
 from subtensors.kernels.fused.tuning import default_tiling, tune, tuned_tiling
 from subtensors.kernels.runtime.gc_pause import gc_paused
@@ -124,25 +124,22 @@ class FusedFunction:
         """
         return self.run(FusedCall(args, kwargs))
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> PyTree:
-        """Run a call whose arguments are flattened already, after or with a launch that it depends on."""
+    def run(self, call: FusedCall) -> PyTree:
+        """Run a call whose arguments are flattened already."""
         self.check_values()
         columns = call.columns(self.name)
         for launch in call.launches:
-            if launch.repeat(call, self._variant.edition, columns, prelude):
+            if launch.repeat(call, self._variant.edition, columns):
                 return None
         plan, addresses = self._plan(call, columns)
         executor = plan.executor
         if executor is not None and not plan.overlap.check(columns, addresses):
-            if prelude is None:
-                plan.compile()
-            leaves = executor.run(columns, call.numbers(), addresses, prelude)
+            plan.compile()
+            leaves = executor.run(columns, call.numbers(), addresses)
             executor.log_note()
             if isinstance(executor, TritonExecutor) and executor.result_spec.num_nodes == 1:
                 keep_launch(call, self._variant.edition, columns, addresses, plan.guards, executor)
             return _result(executor.result_spec, leaves, call)
-        if prelude is not None:
-            prelude.launch()
         if not plan.groups:
             return None
         if plan.overlaps(columns):

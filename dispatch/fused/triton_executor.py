@@ -22,7 +22,7 @@ from subtensors.dispatch.fused.tensor_columns import (
 from subtensors.dispatch.fused.trace import Trace
 from subtensors.dispatch.graphs.dynamic_scalars import NotRecordable, Recordable, current_scalars
 from subtensors.dispatch.graphs.fused_graph import Recording
-from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, Prelude, bits
+from subtensors.kernels.fused.launch import ALIGNMENT, Exchange, Grid, KernelSet, bits
 from subtensors.kernels.fused.program import Shape
 from subtensors.kernels.runtime import graph_lifetime
 from subtensors.kernels.runtime.graph_lifetime import to_device
@@ -62,7 +62,6 @@ class TritonExecutor(Recordable, Executor):
     # A training loop has one set of addresses a parameter group, or a few that the allocator rotates through.
     MAX_TABLES = 8
 
-    takes_prelude = True
     trace: Trace
     grid: Grid
 
@@ -108,10 +107,8 @@ class TritonExecutor(Recordable, Executor):
         if extremes and exchange is None and not (self.grid.sizes > 0).all():
             raise RuntimeError(f"{extremes[0]} of an empty tensor: a maximum needs at least one element")
 
-    def _execute(
-        self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None, prelude: Prelude | None
-    ) -> Leaves:
-        """Launch the kernels, after or with the prelude."""
+    def _execute(self, columns: Columns, numbers: Sequence[float], addresses: Addresses | None) -> Leaves:
+        """Launch the kernels."""
         if self.copies:
             originals = columns
             columns = [
@@ -121,7 +118,7 @@ class TritonExecutor(Recordable, Executor):
             addresses = None
         stream, is_capturing = current_stream(self.device), self.is_capturing()
         table = self._pointer_table(columns, addresses, stream, is_capturing)
-        arenas = self.launch(table, columns, numbers, stream, is_capturing, prelude)
+        arenas = self.launch(table, columns, numbers, stream, is_capturing)
         if self.copies:
             for parameter in self.trace.program.stores:
                 for original, copy in zip(originals[parameter], columns[parameter], strict=True):
@@ -132,15 +129,9 @@ class TritonExecutor(Recordable, Executor):
         return self._results(columns, arenas)
 
     def launch(
-        self,
-        table: PointerTable,
-        columns: Columns,
-        numbers: Sequence[float],
-        stream: int,
-        is_capturing: bool,
-        prelude: Prelude | None = None,
+        self, table: PointerTable, columns: Columns, numbers: Sequence[float], stream: int, is_capturing: bool
     ) -> list[Tensor]:
-        """Run the kernels on a pointer table, which is that of these columns and stream, after or with the prelude.
+        """Run the kernels on a pointer table, which is that of these columns and stream.
 
         Returns:
             The memory of the outputs.
@@ -156,7 +147,7 @@ class TritonExecutor(Recordable, Executor):
         # A graph's own scalars live as long as this reference to them: their address alone would let arenas take their
         # memory.
         workspace = None if is_capturing else stream
-        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, workspace, prelude)
+        self.grid.launch(table.address, scalars.data_ptr(), seed.data_ptr(), arenas, stream, workspace)
         if not self.copies:
             self._increment_versions(columns)
         return arenas

@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subtensors.kernels.fused.grad_norm import GradNormGrid
-from subtensors.kernels.fused.launch import Grid, Prelude, bits
+from subtensors.kernels.fused.launch import Grid, bits
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
@@ -33,31 +32,27 @@ class NotRecordable(Exception):
 
 
 class Recordable:
-    """A launch that a graph can hold with dynamic scalars and addresses: `TritonExecutor` and its like."""
+    """A launch that a graph can hold with dynamic scalars and addresses: what graphs know of `TritonExecutor`."""
 
-    grid: Grid | GradNormGrid
+    grid: Grid
     seed: Tensor
     """The seed to pass to a launch that does not round stochastically."""
-    scalars: Sequence[Callable[[Sequence[float]], float]] = ()
+    scalars: Sequence[Callable[[Sequence[float]], float]]
     """The functions that compute the dynamic scalars from the numbers of the call."""
-    kinds: Sequence[type[float] | type[int]] = ()
+    kinds: Sequence[type[float] | type[int]]
     """The Python types of the dynamic scalars, then of the tensors on the host."""
-    hosts: Sequence[int] = ()
+    hosts: Sequence[int]
     """The indices of the parameters that are on the host."""
-    observed: Collection[int] = ()
+    observed: Collection[int]
     """The parameters whose versions autograd checks."""
-    stores: Mapping[int, int] = {}
+    stores: Mapping[int, int]
     """For each parameter that is written, the bytes of an element; negative for one with a number per tensor."""
-    is_seeded = False
+    is_seeded: bool
     """True if the launch rounds stochastically."""
 
     def new_arenas(self) -> list[Tensor]:
-        """Allocate memory for the outputs of a launch; none in general."""
-        return []
-
-    def as_prelude(self, table: int, workspace: int) -> Prelude | None:
-        """Return the launch as a prelude of the next one; None if it must be made by itself."""
-        return None
+        """Allocate memory for the outputs of a launch."""
+        raise NotImplementedError
 
 
 class WordBuffer:

@@ -40,8 +40,7 @@ from subtensors.dispatch.graphs.dynamic_scalars import (
 )
 from subtensors.dispatch.graphs.pool import unshared_stream
 from subtensors.dispatch.ops.errors import AddressError
-from subtensors.kernels.fused.grad_norm import GradNormGrid
-from subtensors.kernels.fused.launch import Grid, Prelude
+from subtensors.kernels.fused.launch import Grid
 from subtensors.kernels.runtime.launcher import current_stream, on_stream
 
 
@@ -143,10 +142,8 @@ class Recording:
         self.written: list[Tensor] = []
         """Tensors whose versions a replay must increment: see `TritonExecutor.observed`."""
         self._key = next(_keys)
-        self._grids: list[Grid | GradNormGrid] = []
+        self._grids: list[Grid] = []
         self._pending: Iterator[Launch] | None = None
-        self._prelude: Prelude | None = None
-        """A recorded launch that is made together with the next one."""
         self._tape = CudaTape(device, has_ops) if device.type == "cuda" else HostTape()
         self._words = WordBuffer(0, torch.device("cpu"))
         """The numbers and tables."""
@@ -226,15 +223,11 @@ class Recording:
             [nowhere if i in executor.hosts else list(map(Tensor.data_ptr, c)) for i, c in enumerate(columns)], np.int64
         ).reshape(len(columns), executor.grid.count)
         table = self._words.on_device.data_ptr() + 8 * launch.table_offset
-        prelude, self._prelude = self._prelude, executor.as_prelude(table, self._key)
-        if self._prelude is not None:
-            assert prelude is None
-            return launch.arenas
 
         def run() -> None:
             seed = torch.randint(2**62, (), device=self.device) if executor.is_seeded else executor.seed
             stream = current_stream(self.device)
-            executor.grid.launch(table, launch.address, seed.data_ptr(), launch.arenas, stream, self._key, prelude)
+            executor.grid.launch(table, launch.address, seed.data_ptr(), launch.arenas, stream, self._key)
 
         self._tape.add(run)
         return launch.arenas
@@ -274,7 +267,7 @@ class Recording:
         return self._words.matches_device()
 
 
-def _release(grids: list[Grid | GradNormGrid], key: int, tape: CudaTape | HostTape) -> None:
+def _release(grids: list[Grid], key: int, tape: CudaTape | HostTape) -> None:
     for grid in grids:
         grid.forget(key)
     tape.reset()

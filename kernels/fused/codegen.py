@@ -26,8 +26,6 @@ class Kernel:
     name: str
     block: int
     """Elements a tile, or tensors a program."""
-    lanes: JitKernel | None = None
-    """For a tensor segment, the function of one program, which other kernels may call."""
 
 
 def write_kernel(program: Program, segment: Segment, name: str, block: int) -> Kernel:
@@ -35,8 +33,7 @@ def write_kernel(program: Program, segment: Segment, name: str, block: int) -> K
     writer = TileWriter if segment.shape is Shape.PER_ELEMENT else LaneWriter
     source = renumbered(writer(program, segment, name).source())
     has_codes = any(program.parameters[p].shape is Shape.PER_BLOCK for p in segment.memory.values())
-    names = _compile(source, name, has_codes)
-    return Kernel(segment, names[name], source, name, block, names.get(f"{name}_lanes"))
+    return Kernel(segment, _compile(source, name, has_codes), source, name, block)
 
 
 def renumbered(source: str) -> str:
@@ -53,7 +50,7 @@ _serial = itertools.count()
 
 
 @functools.lru_cache(maxsize=256)
-def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
+def _compile(source: str, name: str, has_codes: bool) -> JitKernel:
     from subtensors.kernels.fused import blockwise_kernel
     from subtensors.kernels.runtime import tile_math_kernel
 
@@ -66,7 +63,8 @@ def _compile(source: str, name: str, has_codes: bool) -> dict[str, Any]:
         # The last bit of a quotient does not matter beside 8-bit codes.
         names |= {"sqrt": blockwise_kernel.approximate_sqrt, "div": blockwise_kernel.approximate_div}
     exec(compile(source, filename, "exec"), names)
-    return names
+    kernel: JitKernel = names[name]
+    return kernel
 
 
 class LaneWriter(SegmentWriter):
@@ -79,8 +77,9 @@ class LaneWriter(SegmentWriter):
         return True
 
     def source(self) -> str:
-        """The segment's functions; the last one is the kernel."""
+        """The kernel."""
         body = [
+            "tile = tl.program_id(0)",
             "lane = tl.arange(0, BLOCK)",
             "tensor = tile * BLOCK + lane",
             "inside = tensor < N",
@@ -97,8 +96,4 @@ class LaneWriter(SegmentWriter):
             body.append(f"tl.store(out{number} + tensor, {text}, mask=inside)")
         for slot, value in self.segment.keeps.items():
             body.append(f"tl.store(slots + {slot} * N + tensor, to_bits(v{value}), mask=inside)")
-        arguments = "table, scalars, slots, seed_pointer, N, tile" + self.outputs
-        call = f"{self.name}_lanes({arguments}, BLOCK)"
-        return function_source(f"{self.name}_lanes", arguments, body) + function_source(
-            self.name, f"{ARGUMENTS}{self.outputs}", ["tile = tl.program_id(0)", call], kernel=True
-        )
+        return function_source(self.name, f"{ARGUMENTS}{self.outputs}", body, kernel=True)

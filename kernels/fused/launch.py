@@ -9,7 +9,6 @@ from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -41,21 +40,9 @@ ALIGNMENT = 16
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-W = TypeVar("W")
-
 Exchange = Callable[[Tensor, str], None]
 """Combines the partial results of several processes for each tensor: float64 or int64 to be written in place, and the
 reduction: "sum", "prod", "amax" or "amin"."""
-
-
-class Prelude(Protocol):
-    """A launch that a program depends on; the program's first kernel may be fused into it if it has a lane a tensor."""
-
-    def launch(self) -> None:
-        """Launch it by itself."""
-
-    def launch_with(self, kernel: Kernel, table: int, scalars: int, slots: int, seed: int, count: int) -> None:
-        """Launch it, and the kernel over `count` tensors after it, as one launch."""
 
 
 @dataclass(frozen=True)
@@ -141,33 +128,6 @@ class Workspace:
         return [memory.data_ptr() for memory in (self.slots, self.partials, self.counters)]
 
 
-class Workspaces(Generic[W]):
-    """The workspaces of a grid: one for all launches that follow each other, on one stream or in one recording."""
-
-    def __init__(self) -> None:
-        self._workspaces: dict[int, W] = {}
-
-    def workspace(self, key: int | None) -> W:
-        """Return the workspace of some launches, made where there is none.
-
-        Args:
-            key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
-                launch, and what is zeroed in it is so only once it has run; so its workspace is new, and not kept.
-        """
-        if key is None:
-            return self._new_workspace()
-        found = self._workspaces.get(key)
-        # Another thread may make it meanwhile, and launch with that.
-        return self._workspaces.setdefault(key, self._new_workspace()) if found is None else found
-
-    def _new_workspace(self) -> W:
-        raise NotImplementedError
-
-    def forget(self, key: int) -> None:
-        """Free the workspace of this key."""
-        self._workspaces.pop(key, None)
-
-
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """Return an event of the copies made so far on the current stream; None in a capture, whose graph makes them."""
     if device.type != "cuda" or is_capturing(device):
@@ -177,7 +137,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-class Grid(Workspaces[Workspace]):
+class Grid:
     """The tiles of a list of tensor sizes, on the device. Depends on no address.
 
     Args:
@@ -196,7 +156,6 @@ class Grid(Workspaces[Workspace]):
         matrices: Sequence[tuple[int, int]] | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        super().__init__()
         self.kernels, self.device, self.exchange = kernels, device, exchange
         self._matrices = self._matrix_rows(sizes, matrices)
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
@@ -204,6 +163,8 @@ class Grid(Workspaces[Workspace]):
         self._launchers: dict[int, Launch] = {}
         self._launching = RLock()
         """Held by a launch: another thread's kernels on the same stream work in the same memory."""
+        self._workspaces: dict[int, Workspace] = {}
+        """One for all launches that follow each other, on one stream or in one recording."""
         self.count = len(sizes)
         self.sizes = np.asarray(sizes, dtype=np.int64)
         block = kernels.tiling.block
@@ -226,6 +187,23 @@ class Grid(Workspaces[Workspace]):
         matrices = matrices or [(1, size) for size in sizes]
         # Never 0, since kernels divide by them.
         return [[max(c, 1) for _, c in matrices], [max(r * c, 1) for r, c in matrices]]
+
+    def workspace(self, key: int | None) -> Workspace:
+        """Return the workspace of some launches, made where there is none.
+
+        Args:
+            key: of those launches; None for one alone, in a graph that others capture. That graph may run beside any
+                launch, and what is zeroed in it is so only once it has run; so its workspace is new, and not kept.
+        """
+        if key is None:
+            return self._new_workspace()
+        found = self._workspaces.get(key)
+        # Another thread may make it meanwhile, and launch with that.
+        return self._workspaces.setdefault(key, self._new_workspace()) if found is None else found
+
+    def forget(self, key: int) -> None:
+        """Free the workspace of this key."""
+        self._workspaces.pop(key, None)
 
     def _new_workspace(self) -> Workspace:
         # The stream may be another one than that of the tiles. In a capture, they were there before.
@@ -273,7 +251,6 @@ class Grid(Workspaces[Workspace]):
         outputs: Sequence[Tensor],
         stream: int,
         workspace: int | None,
-        prelude: Prelude | None = None,
     ) -> None:
         """Run every kernel of the program once; of several threads, one launches after the other.
 
@@ -284,7 +261,6 @@ class Grid(Workspaces[Workspace]):
             outputs: one arena an output: (`arena`,) for elements, (`count`,) for numbers per tensor.
             stream: the CUDA stream to launch on, the current one, as a number.
             workspace: which workspace to use; launches that may run at the same time want different ones.
-            prelude: a launch to make before.
         """
         with self._launching:
             own = self.workspace(workspace)
@@ -292,12 +268,6 @@ class Grid(Workspaces[Workspace]):
             for number, kernel in enumerate(self.kernels.kernels):
                 tile_map, constants = self._tile_map(kernel)
                 arenas = [outputs[k] for k in kernel.segment.outputs]
-                if prelude is not None:
-                    pending, prelude = prelude, None
-                    if kernel.lanes is not None and not arenas:
-                        pending.launch_with(kernel, table, scalars, rest[1], seed, self.count)
-                        continue
-                    pending.launch()
                 arguments = (table, tile_map.address, *rest, *arenas, *constants)
                 launch = self._launchers.get(number)
                 if launch is not None:

@@ -45,7 +45,7 @@ def row_column_means(matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
         (rows, 1) tensors and (1, columns) tensors, in float64 for float64 and otherwise in float32. Those of all
         matrices follow each other in memory.
     """
-    from subtensors.kernels.fused.squares_kernel import mean_columns, mean_rows
+    from subtensors.kernels.fused.row_column_means_kernel import mean_columns, mean_rows
     from subtensors.kernels.runtime.triton_compat import tl
 
     device, dtype = matrices[0].device, matrices[0].dtype

@@ -20,7 +20,6 @@ from subtensors.dispatch.fused.fused_function import FusedFunction
 from subtensors.dispatch.fused.tensor_columns import TensorColumn
 from subtensors.dispatch.graphs.dynamic_scalars import current_scalars
 from subtensors.dispatch.torch_internals import dynamo, ops
-from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.gc_pause import gc_paused
 from subtensors.optim.accumulation import Group
 from subtensors.optim.batches import Batch, BatchKind, GroupBatches, column_of, indices_without_gradient
@@ -65,8 +64,8 @@ def accumulates(groups: Sequence[Group]) -> bool:
 class StepFunction(Protocol):
     """The function that a step calls with the columns of a batch: a `FusedFunction`, or a `ListStep`."""
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> object:
-        """Update the parameters of a batch, after or with the prelude."""
+    def run(self, call: FusedCall) -> object:
+        """Update the parameters of a batch."""
 
     def read_values(self) -> tuple[object, ...]:
         """The values that the math reads besides its arguments, such as globals, in a form that can be compared."""
@@ -111,18 +110,16 @@ class Updater:
         groups = optimizer.param_groups if groups is None else groups
         gradients = self.gradients(groups)
         batches = [self.batches(optimizer, groups, index, grads) for index, grads in enumerate(gradients)]
-        prelude = None
         dynamic = current_scalars()
         try:
             if any(group.get("max_norm") is not None for group in groups):
                 pairs = [(b, b.gradients(grads)) for own, grads in zip(batches, gradients, strict=True) for b in own]
-                prelude = self.norm.take(pairs, self.is_fused)
+                self.norm.take(pairs)
             for index, group in enumerate(groups):
                 if dynamic is not None:
                     dynamic.source = id(optimizer), index
                 for batch in batches[index]:
-                    self._update_batch(optimizer, group, batch, gradients[index], prelude)
-                    prelude = None
+                    self._update_batch(optimizer, group, batch, gradients[index])
         except RuntimeError:
             for grads in gradients:
                 self.refuse_sparse(grads)
@@ -217,10 +214,8 @@ class Updater:
         has_kernels = device.type == "cuda" or interprets_kernels()
         return (has_kernels and self.function.takes_parts(*arguments),) * 2
 
-    def _update_batch(
-        self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn, prelude: Prelude | None
-    ) -> None:
-        """Update the parameters of a batch, after or with the prelude."""
+    def _update_batch(self, optimizer: SteppedOptimizer, group: ParamGroup, batch: Batch, grads: TensorColumn) -> None:
+        """Update the parameters of a batch."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         options = [
             scale,
@@ -242,7 +237,7 @@ class Updater:
             self.values(group, batch.kind.device),
         )
         function = self.function if not batch.reduces_shards else self._shard_function(batch.kind.sharding)
-        function.run(call, prelude)
+        function.run(call)
         if batch.sees_shards:
             # The step wrote the local shards; autograd must be told that the DTensors were written.
             torch.autograd.graph.increment_version(batch.params)

@@ -15,7 +15,6 @@ from subtensors.dispatch.fused.writes import WriteWatch
 from subtensors.dispatch.graphs.fused_graph import current_recording
 from subtensors.dispatch.lists.batched import group_by_shape, stack
 from subtensors.fused.fuse import fused
-from subtensors.kernels.fused.launch import Prelude
 from subtensors.kernels.runtime.custom_ops import arithmetic_dtype
 from subtensors.lists.tensor_list import TensorList
 from subtensors.optim.batches import BatchKind
@@ -172,11 +171,8 @@ class ListStep:
             self._values = ReadValues(self._update)
         return self._values.key
 
-    def run(self, call: FusedCall, prelude: Prelude | None = None) -> None:
-        """Take one step; for DTensors on the full tensors, of which each process then keeps its part.
-
-        Nothing is left for it to launch before: only a fused function is given the norm of gradients as a prelude.
-        """
+    def run(self, call: FusedCall) -> None:
+        """Take one step; for DTensors on the full tensors, of which each process then keeps its part."""
         (p, g, master, entries, *rest), _ = call.arguments()
         if not any(map(is_sharded, p)):
             self(p, g, master, entries, *rest)
