@@ -8,7 +8,7 @@ summed over processes, and the sums of several devices are added up, in further 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -28,8 +28,8 @@ from subtensors.optim.dtensor import Sharding, shard
 Part = tuple[torch.device, Sharding | None]
 """The device and sharding of gradients that are added up together."""
 
-Gradients = list[tuple[Batch, TensorColumn]]
-"""The batches of a part, each with its gradients."""
+BatchGradients = list[tuple[Batch, TensorColumn]]
+"""Batches, each with its gradients."""
 
 
 def gradient_squares(squares: Tensor, g: Tensor) -> None:
@@ -66,9 +66,9 @@ class GradientNorm:
                 self._memory[key] = torch.zeros(size, dtype=torch.float64, device=device)
         return self._memory[key]
 
-    def take(self, gradients: Sequence[tuple[Batch, TensorColumn]]) -> None:
+    def take(self, gradients: BatchGradients) -> None:
         """Add up the squares of the gradients of each batch."""
-        parts: dict[Part, Gradients] = {}
+        parts: dict[Part, BatchGradients] = {}
         for batch, own in gradients:
             is_local = batch.kind.sharding is None or batch.sees_shards
             local = own if is_local else as_real(map(shard, own))
@@ -85,7 +85,7 @@ class GradientNorm:
         for device in {device for device, _ in parts}:
             torch.sum(torch.stack([t.to(device) for t in totals.values()]), 0, out=self.sum_of_squares(device))
 
-    def _take_part(self, part: Part, gradients: Gradients, total: Tensor) -> None:
+    def _take_part(self, part: Part, gradients: BatchGradients, total: Tensor) -> None:
         """Write the sum of one part to `total`."""
         device, sharding = part
         if device.type == "cuda" or interprets_kernels():
@@ -114,7 +114,7 @@ class _Calls:
         total: 0-d float64, for the sum of all.
     """
 
-    def __init__(self, gradients: Gradients, squares: Tensor, total: Tensor) -> None:
+    def __init__(self, gradients: BatchGradients, squares: Tensor, total: Tensor) -> None:
         self.memory = squares, total
         self.last = FusedCall(tuple([TensorColumn([t], is_fixed=True) for t in (total, squares)]), {})
         """The call that adds up the sums."""
@@ -127,7 +127,7 @@ class _Calls:
         columns = [TensorColumn(islice(views, len(own)), is_fixed=True) for _, own in gradients]
         self._templates = [FusedCall((column, TensorColumn()), {}) for column in columns]
 
-    def fit(self, gradients: Gradients, total: Tensor) -> bool:
+    def fit(self, gradients: BatchGradients, total: Tensor) -> bool:
         """Return whether these are calls for these batches, whose parameters have not moved, and for this total."""
         return (
             total is self.memory[1]
@@ -136,7 +136,7 @@ class _Calls:
             and all(map(AddressSnapshot.matches, self._guards, [holder or () for holder in self._holders]))
         )
 
-    def with_gradients(self, gradients: Gradients) -> Iterator[FusedCall]:
+    def with_gradients(self, gradients: BatchGradients) -> Iterator[FusedCall]:
         """The calls that sum the squares of each gradient."""
         for template, like, (_, own) in zip(self._templates, self._likes, gradients, strict=True):
             yield template.with_list(GRADIENTS, TensorColumn(own, like=like))
