@@ -374,14 +374,14 @@ class FusedFunction:
 
     def _function_of(self, call: FusedCall) -> Callable[[Sequence[Tensor], Sequence[float]], PyTree]:
         """The function of one element's tensors and the call's numbers, with the static values of this call."""
-        # The plan outlives the call; its tensors must not.
-        call = call.without_values()
+        # The plan outlives the call; its tensors must not. Nor does it refer to this object, which holds it.
+        call, function, name, takes_parts = call.without_values(), self.function, self.name, self.exchange is not None
 
         def apply(tensors: Sequence[Tensor], numbers: Sequence[float]) -> PyTree:
-            if self.exchange is not None:
-                raise RuleError(f"{self.name} of parts of tensors that are written and overlap others in memory")
+            if takes_parts:
+                raise RuleError(f"{name} of parts of tensors that are written and overlap others in memory")
             args, kwargs = call.replace(tensors, numbers)
-            return self.function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return apply
 

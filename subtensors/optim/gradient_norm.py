@@ -95,7 +95,7 @@ class GradientNorm:
                 calls = self._calls[part] = _Calls(gradients, self._zeros((part, count), device, count), total)
             for call in calls.with_gradients(gradients):
                 self._square.run(call)
-            self._add_up.run(calls.last)
+            self._add_up.run(calls.last())
             if is_capturing(device):
                 graph_lifetime.keep_with_graph(calls.memory)
         else:
@@ -116,8 +116,8 @@ class _Calls:
 
     def __init__(self, gradients: BatchGradients, squares: Tensor, total: Tensor) -> None:
         self.memory = squares, total
-        self.last = FusedCall(tuple([TensorColumn([t], is_fixed=True) for t in (total, squares)]), {})
-        """The call that adds up the sums."""
+        self._total = TensorColumn([total], is_fixed=True)
+        self._last = FusedCall((self._total, TensorColumn([squares], is_fixed=True)), {})
         self._batches = [batch for batch, _ in gradients]
         self._holders = [own.holder for _, own in gradients]
         # A gradient has another layout at an old address only where its parameter has moved to another one.
@@ -140,3 +140,7 @@ class _Calls:
         """The calls that sum the squares of each gradient."""
         for template, like, (_, own) in zip(self._templates, self._likes, gradients, strict=True):
             yield template.with_list(GRADIENTS, TensorColumn(own, like=like))
+
+    def last(self) -> FusedCall:
+        """The call that adds up the sums, in the current modes of torch."""
+        return self._last.with_list(0, self._total)

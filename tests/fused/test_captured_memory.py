@@ -91,7 +91,7 @@ def test_no_later_step_reads_what_a_graph_fills_for_its_norm(
     request.getfixturevalue("captured")
     optimizer.step()
     (calls,) = optimizer._updater.norm._calls.values()
-    assert not any(call.launches for call in (*calls._templates, calls.last))
+    assert not any(call.launches for call in (*calls._templates, calls._last))
     torch.testing.assert_close(w.detach(), torch.full_like(w, 1 - 5**-0.5))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from kernels_on_cpu import kernels_on_cpu
 from optim_oracle import flat
 from programs import Lowering, each_kernel_lowering, each_lowering
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 import subtensors as st
@@ -197,3 +200,38 @@ def test_a_graph_that_others_capture_keeps_the_memory_of_the_norm(monkeypatch: p
     with kernels_on_cpu():
         optimizer.step()
     assert [memory.tolist() for memory in kept[-1]] == [[5.0, 3.0], 8.0]
+
+
+def test_a_step_inside_forward_mode_leaves_later_ones_to_be_captured() -> None:
+    optimizer = st.optim.SGD(given_gradients([torch.ones(5)]), lr=1.0, max_norm=1.0)
+    optimizer.capture()
+    with kernels_on_cpu():
+        with forward_ad.dual_level():
+            optimizer.step()
+        optimizer.step()
+    assert optimizer._capture is not None
+    assert (optimizer._capture.replays, optimizer._capture.eager_steps) == (1, 1)
+
+
+def test_the_tiles_of_the_norm_are_freed_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a garbage collection: they take megabytes of a GPU's memory."""
+    grids: weakref.WeakSet[Grid] = weakref.WeakSet()
+    launch = Grid.launch
+
+    def noted(self: Grid, *args: Any) -> None:
+        grids.add(self)
+        launch(self, *args)
+
+    monkeypatch.setattr(Grid, "launch", noted)
+    optimizer = st.optim.SGD(given_gradients([torch.ones(5)]), lr=1.0, max_norm=1.0)
+    with kernels_on_cpu():
+        optimizer.step()
+    norm = {grid for grid in grids if "squares" in grid.kernels.program.name}
+    assert len(norm) == 2
+    gc.disable()
+    try:
+        del optimizer
+        norm.clear()
+        assert [grid.kernels.program.name for grid in grids if "squares" in grid.kernels.program.name] == []
+    finally:
+        gc.enable()
