@@ -29,7 +29,10 @@ LANES = 128
 
 ROUNDS = 8
 """Tiles that a program sweeps, one after another, in a kernel with reductions: the programs of a tensor synchronize
-through an atomic counter, so few programs are better."""
+through an atomic counter, and the last one combines the results of all, so few programs are better."""
+
+MANY_ROUNDS = 32
+"""The same where that leaves enough programs."""
 
 MIN_PROGRAMS = 16
 """Programs a multiprocessor; where there would be fewer, each program sweeps one tile instead of `ROUNDS`."""
@@ -171,8 +174,8 @@ class Grid:
         self.tiles = TileMap.of(self.sizes, block, 0, device)
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
-            is_large = device.type == "cpu" or self.tiles.total >= ROUNDS * MIN_PROGRAMS * multiprocessors(device)
-            self.rounds = ROUNDS if is_large else 1
+            most = self.tiles.total // (MIN_PROGRAMS * multiprocessors(device))
+            self.rounds = next((n for n in (MANY_ROUNDS, ROUNDS) if n <= most), ROUNDS if device.type == "cpu" else 1)
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
         self._ready = _event(device)
