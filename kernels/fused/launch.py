@@ -174,8 +174,9 @@ class Grid:
         self.tiles = TileMap.of(self.sizes, block, 0, device)
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
-            most = self.tiles.total // (MIN_PROGRAMS * multiprocessors(device))
-            self.rounds = next((n for n in (MANY_ROUNDS, ROUNDS) if n <= most), ROUNDS if device.type == "cpu" else 1)
+            programs = MIN_PROGRAMS * multiprocessors(device)
+            small = ROUNDS if device.type == "cpu" else 1
+            self.rounds = next((n for n in (MANY_ROUNDS, ROUNDS) if self.tiles.total >= n * programs), small)
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
         self._ready = _event(device)

@@ -369,6 +369,7 @@ def test_reductions_of_many_chunks_equal_torch(
     dtype: torch.dtype, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PROGRAMS", 0)  # chunks of several tiles, even for a small tensor
+    monkeypatch.setattr(launch, "MANY_ROUNDS", launch.ROUNDS)
     function = together(REDUCTIONS, [name for name, (_, dtypes) in REDUCTIONS.items() if dtype in dtypes])
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(1000, generator=generator, dtype=torch.float64).add(0.5)
