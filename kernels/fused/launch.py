@@ -163,7 +163,8 @@ class Grid:
         self._matrices = self._matrix_rows(sizes, matrices)
         # Torch's kernels keep denormal numbers; libdevice as Triton links it by default flushes them to zero.
         self._options = {"enable_reflect_ftz": False} if device.type == "cuda" else {}
-        self._launchers: dict[int, Launch] = {}
+        self._launches: dict[int, tuple[Launch, int]] = {}
+        """By kernel, its launch and number of programs, once it was compiled."""
         self._launching = RLock()
         """Held by a launch: another thread's kernels on the same stream work in the same memory."""
         self._workspaces: dict[int, Workspace] = {}
@@ -273,9 +274,10 @@ class Grid:
                 tile_map, constants = self._tile_map(kernel)
                 arenas = [outputs[k] for k in kernel.segment.outputs]
                 arguments = (table, tile_map.address, *rest, *arenas, *constants)
-                launch = self._launchers.get(number)
-                if launch is not None:
-                    launch(*arguments, stream=stream)
+                prepared = self._launches.get(number)
+                if prepared is not None:
+                    launch, programs = prepared
+                    launch(programs, *arguments, stream=stream)
                 else:
                     self._first_launch(number, kernel, arguments)
                 if self.exchange is not None:
@@ -316,7 +318,7 @@ class Grid:
             return
         compiled = kernel.run[(programs,)](*arguments, num_warps=self.kernels.tiling.warps, **self._options)
         if compiled is not None:
-            self._launchers[number] = prepare_launch(compiled, programs)
+            self._launches[number] = prepare_launch(compiled), programs
 
 
 @gc_paused()

@@ -115,9 +115,9 @@ class InputLoader:
                 with launching_on(self._device):
                     load_inputs_kernel[(self._programs,)](*arguments)
                 return
-            self._launch = prepare_launch(self._compiled.result(), self._programs)
+            self._launch = prepare_launch(self._compiled.result())
         with launching_on(self._device):
-            self._launch(*arguments, stream=current_stream(self._device))
+            self._launch(self._programs, *arguments, stream=current_stream(self._device))
 
 
 @cache

@@ -109,25 +109,22 @@ class JitKernel(Protocol):
         ...
 
 
-def prepare_launch(compiled: CompiledKernel, programs: int) -> Launch:
-    """Load a kernel, and return a function that launches `programs` programs of it.
+def prepare_launch(compiled: CompiledKernel) -> Launch:
+    """Load a kernel, and return a function that launches it: the number of programs, its arguments, the stream.
 
     Triton's own `compiled[grid]` describes each launch for hooks, which profilers add. While there are no hooks, the
     function that it wraps is called directly, without a description. Checked on Triton 3.6; read in 3.7, 3.9.
 
-    Args:
-        compiled: the kernel.
-        programs: at least one.
     """
     from subtensors.kernels.runtime.triton_compat import triton
 
     knobs = triton.knobs
-    described = compiled[(programs, 1, 1)]
+    compiled[(1, 1, 1)]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(*arguments: object, stream: int) -> None:
+    def launch(programs: int, *arguments: object, stream: int) -> None:
         if _is_hooked(knobs.runtime.launch_enter_hook) or _is_hooked(knobs.runtime.launch_exit_hook):
-            described(*arguments, stream=stream)
+            compiled[(programs, 1, 1)](*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
@@ -149,8 +146,7 @@ class CachedLauncher:
 
     def __init__(self, kernel: JitKernel, has_reference: bool = False) -> None:
         self.kernel, self.has_reference = kernel, has_reference
-        self._launches: dict[tuple[int, Key], tuple[Launch, list[object]]] = {}
-        self._compiled: dict[Key, CompiledKernel] = {}
+        self._launches: dict[Key, tuple[Launch, list[object]]] = {}
         self._pending: dict[Key, Future[CompiledKernel]] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], *rest: object, **constants: object) -> None:
@@ -179,7 +175,7 @@ class CachedLauncher:
             *[address % ALIGNMENT == 0 for address in addresses],
             *[(x == 1, x % ALIGNMENT == 0, x >> 31) if type(x) is int else _key_of(x) for x in rest],
         )
-        cached = self._launches.get((programs, key))
+        cached = self._launches.get(key)
         if cached is None:
             cached = self._compile_or_launch(programs, key, device, (*tensors, *rest), constants)
             if cached is None:
@@ -187,7 +183,7 @@ class CachedLauncher:
         launch, last = cached
         stream = current_stream(device)
         with launching_on(device):
-            launch(*addresses, *[_raw(x) if type(x) is tuple else x for x in rest], *last, stream=stream)
+            launch(programs, *addresses, *[_raw(x) if type(x) is tuple else x for x in rest], *last, stream=stream)
 
     def _compile_or_launch(
         self,
@@ -198,24 +194,23 @@ class CachedLauncher:
         constants: Mapping[str, object],
     ) -> tuple[Launch, list[object]] | None:
         """Return the launch function of a key and its last arguments; None where Triton has launched the kernel."""
-        compiled = self._compiled.get(key)
-        if compiled is None and self.has_reference and requests.futures is not None:
-            if key not in self._pending:
+        pending = self._pending.pop(key, None)
+        if self.has_reference and requests.futures is not None:
+            if pending is None:
                 like = [_small_copy(x) for x in arguments]
-                self._pending[key] = compile_async(lambda: self._compile(device, like, constants))
-                requests.futures.append(self._pending[key])
+                pending = compile_async(lambda: self._compile(device, like, constants))
+                requests.futures.append(pending)
+            self._pending[key] = pending
             raise CompilePending
-        if compiled is None and (pending := self._pending.pop(key, None)) is not None:
+        if pending is not None:
             compiled = pending.result()
-        is_launched = compiled is None
-        if compiled is None:
+        else:
             wait_for_triton()
             with launching_on(device):
                 compiled = self.kernel[(programs,)](*arguments, **constants)
-        self._compiled[key] = compiled
         last = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
-        self._launches[programs, key] = cached = prepare_launch(compiled, programs), last
-        return None if is_launched else cached
+        self._launches[key] = cached = prepare_launch(compiled), last
+        return None if pending is None else cached
 
     def _compile(
         self, device: torch.device, arguments: list[object], constants: Mapping[str, object]

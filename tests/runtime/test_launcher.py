@@ -37,7 +37,7 @@ class PretendCompiled:
 
 def test_a_launch_goes_through_triton_only_while_there_are_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = PretendCompiled()
-    launch = prepare_launch(compiled, 3)
+    launch = prepare_launch(compiled)
     direct = (3, 1, 1, 5, 7, (4, 1, 0), None, None, None, "x", (1, 2))
     described = ("described", 3, 1, 1, 5, "x", (1, 2))
     runtime = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
@@ -47,11 +47,11 @@ def test_a_launch_goes_through_triton_only_while_there_are_hooks(monkeypatch: py
         for name in ("launch_enter_hook", "launch_exit_hook"):
             with monkeypatch.context() as patch:
                 patch.setattr(runtime, name, hook)
-                launch("x", (1, 2), stream=5)
+                launch(3, "x", (1, 2), stream=5)
                 assert compiled.launched.pop() == expected
     runtime.launch_exit_hook = chain
     chain.calls.append(print)
-    launch("x", (1, 2), stream=5)
+    launch(3, "x", (1, 2), stream=5)
     assert compiled.launched == [described]
 
 
@@ -99,7 +99,7 @@ class PretendKernel:
     def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> Any:
         self.compiled.append((arguments[1:], threading.current_thread().name))
         self.devices.append(self.device)
-        return {(n, 1, 1): n for n in range(1, 9)}
+        return {(1, 1, 1): "loaded"}
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> Any:
@@ -120,10 +120,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> PretendKernel:
         yield
         fake.device = None
 
-    def fake_prepare_launch(compiled: Any, programs: int) -> Any:
-        assert compiled[programs, 1, 1] == programs
-
-        def launch(*arguments: Any, stream: str) -> None:
+    def fake_prepare_launch(compiled: Any) -> Any:
+        def launch(programs: int, *arguments: Any, stream: str) -> None:
             fake.launched.append((programs, *arguments[1:], stream))
             fake.devices.append(fake.device)
 
@@ -203,4 +201,4 @@ def test_a_norm_uses_its_reference_until_its_kernel_is_compiled(monkeypatch: pyt
     for _ in range(2):
         torch.testing.assert_close(masked_ops.masked_norm(x, 1, w, b, 1e-5, extents), first)
         torch.testing.assert_close(masked_ops.masked_norm(x[1:], 1, None, b, 1e-5, extents[:1]).y[:, 5:], 0 * x[1:, 5:])
-    assert len(launch._launches) == len(launch._compiled) == 2
+    assert len(launch._launches) == 2
