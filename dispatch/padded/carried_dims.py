@@ -19,7 +19,7 @@ from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
-from subtensors.dispatch.padded.observed_size import PADDED_SIZES
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, result
 from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike, raise_if_scattered
 from subtensors.dispatch.padded.true_sizes import TrueSizes
@@ -100,12 +100,12 @@ def _key(call: PaddedCall, sizes: TrueSizes | None) -> tuple[object, ...] | None
             key += (x.dims, x.dense.dtype, several and x.is_tracked)
         elif kind is list or kind is tuple:
             kinds = {type(y) for y in x}
-            if kinds & PADDED_SIZES:
+            if PaddedSize in kinds:
                 return None
             if PaddedValue in kinds:
                 x = [(y.dims, y.dense.dtype, several and y.is_tracked) if type(y) is PaddedValue else y for y in x]
             key.append(tuple(x))
-        elif kind in PADDED_SIZES:
+        elif kind is PaddedSize:
             return None
         else:
             key.append(x)

@@ -2,7 +2,8 @@
 
 To Python a `PaddedSize` is the bucket's size, an int. Sums, differences and multiples keep the expression of the true
 size, so that `x[:, : x.shape[1] - 1]` ends one before the true end, whatever the bucket is. The rules of a few ops take
-such numbers; any other call that gets one runs at the true sizes.
+such numbers; any other call that gets one runs at the true sizes. What a program decides by a size, and where it takes
+it as any number, is noted by the conditions of the bucketed program that runs, and by the debug modes that are on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from torch import Tensor
 
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.tree import PyTree, map_arguments, tree_has
-from subtensors.dispatch.padded.size_conditions import HostSize
+from subtensors.dispatch.padded.size_conditions import COMPARISONS, HostSize, SizeCondition, noting
 from subtensors.dispatch.padded.true_sizes import SizeKey, TrueSizes, merge_sizes
 from subtensors.dispatch.sizes.dim_factors import Factors, padded_dim, static_dims
 from subtensors.dispatch.sizes.expressions import (
@@ -36,6 +38,20 @@ if TYPE_CHECKING:
     import sympy
 
 
+class SizeWatcher(Protocol):
+    """A debug mode, which is told how a program uses the number of a bucket's size."""
+
+    def note_number(self, size: PaddedSize, operation: str) -> None:
+        """Note that the program got a plain number of a size; "" for one that may be text, or be read to compare."""
+
+    def note_comparison(self, size: PaddedSize, name: str, other: float, outcome: bool, operation: str) -> None:
+        """Note the outcome of a size's method that compares it with a number, or with another size."""
+
+
+watchers: list[SizeWatcher] = []
+"""The debug modes that are on."""
+
+
 class PaddedSize(int):
     """A number made of bucket sizes, with the same number made of true sizes.
 
@@ -47,6 +63,8 @@ class PaddedSize(int):
 
     size: Size
     sizes: TrueSizes
+    origin: str = ""
+    """The dim that it is the size of, for warnings."""
 
     def __new__(cls, bucket: int, size: Size, sizes: TrueSizes) -> Self:
         """Return the number."""
@@ -63,9 +81,20 @@ class PaddedSize(int):
         # Elsewhere its true sizes mean nothing.
         return int, (int(self),)
 
+    def __bool__(self) -> bool:
+        """Return whether the bucket's number is not zero."""
+        outcome = int.__bool__(self)
+        if watchers or noting.into is not None:
+            _note_comparison(self, "__ne__", 0, outcome, "a branch")
+        return outcome
+
     def derived(self, bucket: int, size: Size, sizes: TrueSizes) -> int:
         """Return a number made of this one; a plain int where it is the same at every true size."""
-        return int(size) if size.is_Integer else type(self)(bucket, size, sizes)
+        if size.is_Integer:
+            return int(size)
+        number = int.__new__(PaddedSize, bucket)
+        number.size, number.sizes, number.origin = size, sizes, _made_of(self.origin)
+        return number
 
     def on_device(self) -> Tensor:
         """The true number, () int64.
@@ -88,25 +117,34 @@ class PaddedSize(int):
         return value_at(self.size, self.sizes.assignment(row))
 
 
+@functools.lru_cache(4096)
+def _made_of(origin: str) -> str:
+    return origin if origin.startswith("made") else f"made of {origin}"
+
+
 _BY_NUMBER = frozenset(["__floordiv__", "__mod__"])
 """The methods that keep the true size only where the other operand is a positive number that is no size."""
+_LINEAR = frozenset(["__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"])
+"""The methods whose result with an integer that is no padded size is a padded size, or the same at all true sizes."""
 
 
-def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[PaddedSize, object], object]:
-    """Return the method of `int` with this name, which computes with the true size too."""
-    plain: Callable[[int, object], object] = getattr(int, name)
+def _computing(name: str, combined: Callable[[Size, Size], Size] | None, operation: str) -> Callable[..., object]:
+    """Return the method of `int` with this name, which computes with the true size too where that is `combined`."""
+    plain: Callable[..., object] = getattr(int, name)
 
-    def method(self: PaddedSize, other: object) -> object:
-        number = plain(self, other)
-        if not isinstance(number, int) or not isinstance(other, int):
-            return number
-        if name in _BY_NUMBER and (isinstance(other, PaddedSize) or other < 1):
-            return number
-        if not isinstance(other, PaddedSize):
-            return self.derived(number, combined(self.size, as_expression(int(other))), self.sizes)
-        sizes = self.sizes if other.sizes is self.sizes else merge_sizes([self.sizes, other.sizes])
-        assert sizes is not None
-        return self.derived(number, combined(self.size, other.size), sizes)
+    def method(self: PaddedSize, *others: object) -> object:
+        out, other = plain(self, *others), others[0] if others else None
+        if combined is not None and isinstance(out, int) and isinstance(other, int):
+            if not isinstance(other, PaddedSize):
+                if name not in _BY_NUMBER or other >= 1:
+                    out = self.derived(out, combined(self.size, as_expression(int(other))), self.sizes)
+            elif name not in _BY_NUMBER:
+                sizes = self.sizes if other.sizes is self.sizes else merge_sizes([self.sizes, other.sizes])
+                assert sizes is not None
+                out = self.derived(out, combined(self.size, other.size), sizes)
+        if watchers or noting.into is not None:
+            _note_number(self, out, other, name, operation)
+        return out
 
     method.__name__ = name
     return method
@@ -115,17 +153,55 @@ def _arithmetic(name: str, combined: Callable[[Size, Size], Size]) -> Callable[[
 def _comparing(name: str) -> Callable[[PaddedSize, object], object]:
     """Return the comparison of `int` with this name, which is that of the true sizes where the other is padded too."""
     plain: Callable[[int, object], bool] = getattr(int, name)
+    orders, compare = name not in ("__eq__", "__ne__"), COMPARISONS[name][1]
 
     def method(self: PaddedSize, other: object) -> object:
-        if not isinstance(other, PaddedSize) or other.size == self.size:
-            return plain(self, other)
-        outcomes = _outcomes(self, other, plain)
-        if len(outcomes) == 1:
+        # A debug mode goes on where true sizes would decide.
+        if orders and isinstance(other, PaddedSize) and other.size != self.size and not watchers:
+            outcomes = _outcomes(self, other, plain)
+            if len(outcomes) > 1:
+                raise UnsupportedCall(
+                    f"a branch compares the sizes {self.size} and {other.size}, which true sizes decide"
+                )
             return outcomes.pop()
-        raise UnsupportedCall(f"a branch compares the sizes {self.size} and {other.size}, which true sizes decide")
+        if isinstance(other, float):
+            outcome = compare(int.__int__(self), other)
+        else:
+            outcome = plain(self, other)
+        if (watchers or noting.into is not None) and isinstance(other, int | float):
+            _note_comparison(self, name, other, outcome, "a comparison")
+        return outcome
 
     method.__name__ = name
     return method
+
+
+def _note_comparison(size: PaddedSize, name: str, other: float, outcome: bool, operation: str) -> None:
+    """Note a comparison by the program, whose frame called the size's method, which called this."""
+    if _is_library(2):
+        return
+    for watcher in watchers:
+        watcher.note_comparison(size, name, other, outcome, operation)
+    if noting.into is not None and not isinstance(other, PaddedSize):
+        noting.into.note(SizeCondition(size.size, name, other), outcome)
+
+
+def _note_number(size: PaddedSize, out: object, other: object, name: str, operation: str) -> None:
+    """Note that the program, as above, gets a plain number or text of a size."""
+    # A float and a sequence answer themselves, by the bucket's number.
+    is_sequence = isinstance(other, list | tuple | str)
+    is_plain = not isinstance(out, PaddedSize) and (
+        out is not NotImplemented or is_sequence or isinstance(other, float)
+    )
+    if is_plain and not (name in _LINEAR and isinstance(other, int)) and not _is_library(2):
+        for watcher in watchers:
+            watcher.note_number(size, "a repeated sequence" if is_sequence else operation)
+        noting.number_read()
+
+
+def _is_library(depth: int) -> bool:
+    """Return whether the frame so many above the caller's is the library's own."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__")).startswith("subtensors.")
 
 
 def _outcomes(a: PaddedSize, b: PaddedSize, compare: Callable[[int, object], bool]) -> set[bool]:
@@ -138,9 +214,7 @@ def _outcomes(a: PaddedSize, b: PaddedSize, compare: Callable[[int, object], boo
     return {compare(sign, 0) for sign in signs} if signs else {compare(int(a), int(b))}
 
 
-for _name in "__lt__ __le__ __gt__ __ge__".split():
-    setattr(PaddedSize, _name, _comparing(_name))
-for _name, _combined in {
+_COMBINED: dict[str, Callable[[Size, Size], Size]] = {
     "__add__": added,
     "__radd__": added,
     "__sub__": lambda a, b: added(a, multiplied(-1, b)),
@@ -149,9 +223,17 @@ for _name, _combined in {
     "__rmul__": multiplied,
     "__floordiv__": lambda size, by: floor_divided(size, int(by)),
     "__mod__": lambda size, by: remainder(size, int(by)),
-}.items():
-    setattr(PaddedSize, _name, _arithmetic(_name, _combined))
+}
+_ARITHMETIC = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod and
+    rand or ror xor rxor lshift rlshift rshift rrshift float round trunc floor ceil invert"""
+for _name in [f"__{name}__" for name in _ARITHMETIC.split()]:
+    setattr(PaddedSize, _name, _computing(_name, _COMBINED.get(_name), "Python arithmetic"))
+for _name in ("__int__", "__repr__", "__format__"):
+    setattr(PaddedSize, _name, _computing(_name, None, ""))
+for _name in COMPARISONS:
+    setattr(PaddedSize, _name, _comparing(_name))
 PaddedSize.__neg__ = lambda self: -1 * self  # type: ignore[method-assign]
+PaddedSize.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
 _LARGEST_GRID = 2**16

@@ -22,7 +22,7 @@ from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map_only
 from subtensors.dispatch.padded import rules
 from subtensors.dispatch.padded.gradient_masking import GradientTracker
 from subtensors.dispatch.padded.interpreter import is_observed
-from subtensors.dispatch.padded.observed_size import PADDED_SIZES
+from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import PaddedValue
 from subtensors.dispatch.padded.recorded_rules import Note, Record, RuleRecording, TrackerNote
 from subtensors.dispatch.padded.size_conditions import noting
@@ -54,7 +54,7 @@ _GET_ITEM = Tensor.__getitem__
 _TENSORS = frozenset([PaddedTensor, *PLAIN_TYPES])
 _LISTS = frozenset([tuple, list])
 _SEQUENCES = frozenset([tuple, list, torch.Size])
-_INTS = PADDED_SIZES | {int}
+_INTS = frozenset([int, PaddedSize])
 _INDICES = frozenset([int, type(None), type(...)])
 _CONSTANTS = frozenset([int, bool, str, type(None), torch.dtype])
 
@@ -140,15 +140,16 @@ def _add(
         elif kind is slice or (is_index and kind is tuple):
             values.append(_index_key(x))
             operands.append(x)
-        elif kind in PADDED_SIZES:
+        elif kind is PaddedSize:
             sizes = _alike(x.sizes, sizes, values)
-            values += (x.text, int(x))
-            operands.append(int(x))
+            number = int.__int__(x)
+            values += (x.text, number)
+            operands.append(number)
         elif kind in _SEQUENCES and _INTS.issuperset(kinds := {*map(type, x)}):
-            numbers = [*map(int, x)]  # which torch reads much faster
+            numbers = [*map(int.__int__, x)]  # which torch reads much faster
             values += (kind, tuple(numbers))
             operands.append(numbers)
-            for n in x if kinds & PADDED_SIZES else ():
+            for n in x if PaddedSize in kinds else ():
                 if type(n) is not int:
                     sizes = _alike(n.sizes, sizes, values)
                     values.append(n.text)

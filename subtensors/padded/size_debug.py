@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree
-from subtensors.dispatch.padded.observed_size import ObservedSize, watchers
-from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of
+from subtensors.dispatch.padded.padded_size import PaddedSize, find_sizes, text_of, watchers
 from subtensors.dispatch.padded.positions import checked_bounds
-from subtensors.dispatch.padded.size_conditions import COMPARISONS, noting
-from subtensors.dispatch.padded.true_sizes import TrueSizes, rows_symbol
+from subtensors.dispatch.padded.size_conditions import COMPARISONS
+from subtensors.dispatch.padded.true_sizes import rows_symbol
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, size_of
 from subtensors.dispatch.sizes.expressions import Size, multiplied
 from subtensors.dispatch.torch_internals import ops
@@ -35,7 +34,7 @@ class PaddedSizeWarning(UserWarning):
     """A bucket's size is used as a number."""
 
 
-def _warn(size: ObservedSize, operation: str) -> None:
+def _warn(size: PaddedSize, operation: str) -> None:
     """Warn at the line of the user's code that led here."""
     warn_at_caller(f"{operation} with {int(size)}, {size.origin}, not its true size: use x.count(dim)")
 
@@ -93,12 +92,12 @@ def _is_known_end(part: PyTree) -> bool:
 class _Watch(TorchFunctionMode):
     """Warn of padded sizes that are numbers in Python, or among the arguments of calls without a PaddedTensor."""
 
-    def note_number(self, size: ObservedSize, operation: str) -> None:
+    def note_number(self, size: PaddedSize, operation: str) -> None:
         """Warn of Python's arithmetic."""
         if operation:
             _warn(size, operation)
 
-    def note_comparison(self, size: ObservedSize, name: str, other: float, outcome: bool, operation: str) -> None:
+    def note_comparison(self, size: PaddedSize, name: str, other: float, outcome: bool, operation: str) -> None:
         """Warn of a comparison that the true size would decide otherwise."""
         if _decides_otherwise(size, COMPARISONS[name][1], other, outcome):
             _warn(size, operation)
@@ -118,7 +117,7 @@ class _Watch(TorchFunctionMode):
         else:
             sizes = []
         for size in sizes:
-            if isinstance(size, ObservedSize):
+            if isinstance(size, PaddedSize):
                 _warn(size, operation)
         return func(*args, **(kwargs or {}))
 
@@ -179,26 +178,22 @@ def padded_size_lines(run: Callable[[], object]) -> tuple[str, ...]:
 def shape_of(x: PaddedTensor) -> torch.Size:
     """The bucket shape; see `PaddedSize`."""
     known = x._known_shape
-    if known is not None and known[0] is x._dims and known[1] is x._sizes and not watchers:
+    if known is not None and known[0] is x._dims and known[1] is x._sizes:
         return known[2]
     shape, sizes = x._dense.shape, x._sizes
     padded = _padded_sizes(x._dims) if sizes is not None else ()
     if sizes is None or not padded:
         return shape
     numbers: list[int] = [*shape]
-    for d, size, text in padded:
+    for d, size, text, origin in padded:
         if type(shape[d]) is not int:
             return shape
-        if watchers or noting.into is not None:
-            numbers[d] = _observed(shape[d], size, sizes, f"dim {d} (true size {text})")
-        else:
-            # As its constructor does, without the call: models read many shapes.
-            number = int.__new__(PaddedSize, shape[d])
-            number.size, number.sizes, number.text = size, sizes, text
-            numbers[d] = number
+        # As its constructor does, without the call: models read many shapes.
+        number = int.__new__(PaddedSize, shape[d])
+        number.size, number.sizes, number.text, number.origin = size, sizes, text, origin
+        numbers[d] = number
     shape = torch.Size(numbers)
-    if not watchers:
-        x._known_shape = x._dims, sizes, shape
+    x._known_shape = x._dims, sizes, shape
     return shape
 
 
@@ -207,20 +202,17 @@ def numel_of(x: PaddedTensor, bucket: int) -> int:
     sizes = x._sizes
     if sizes is None or type(bucket) is not int or sizes.rows is not None or not _padded_sizes(x._dims):
         return bucket
-    size = multiplied(*map(size_of, x._dims))
-    is_observed = watchers or noting.into is not None
-    return _observed(bucket, size, sizes, "all dims") if is_observed else PaddedSize(bucket, size, sizes)
-
-
-def _observed(bucket: int, size: Size, sizes: TrueSizes, dim: str) -> ObservedSize:
-    """Return a size that is observed; the dim as a warning names it."""
-    number = ObservedSize(bucket, size, sizes)
-    number.origin = f"the bucket of {dim}"
+    number = PaddedSize(bucket, multiplied(*map(size_of, x._dims)), sizes)
+    number.origin = "the bucket of all dims"
     return number
 
 
 @functools.lru_cache(4096)
-def _padded_sizes(dims: tuple[Factors, ...]) -> list[tuple[int, Size, str]]:
-    """The padded dims with their true sizes, also as text; the rows of a ragged batch are all valid."""
+def _padded_sizes(dims: tuple[Factors, ...]) -> list[tuple[int, Size, str, str]]:
+    """The padded dims with their true sizes, also as text, and what warnings call them.
+
+    The rows of a ragged batch are all valid.
+    """
     sizes = [(d, size_of(factors)) for d, factors in enumerate(dims) if is_padded(factors)]
-    return [(d, size, text_of(size)) for d, size in sizes if size != rows_symbol()]
+    texts = [(d, size, text_of(size)) for d, size in sizes if size != rows_symbol()]
+    return [(d, size, text, f"the bucket of dim {d} (true size {text})") for d, size, text in texts]
