@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from torch import Tensor
 
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.errors import RuleError, UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
-from subtensors.dispatch.ops.tree import PyTree, tree_has, tree_map_only
+from subtensors.dispatch.ops.tree import PyTree, tree_map_only
 from subtensors.dispatch.padded.interpreter import PaddedCall, table
 from subtensors.dispatch.padded.padded_size import PaddedSize
 from subtensors.dispatch.padded.padded_value import Fill, PaddedValue, result
@@ -23,16 +24,36 @@ from subtensors.dispatch.padded.pointwise import broadcast_dim, is_padded_alike,
 from subtensors.dispatch.padded.true_sizes import TrueSizes
 from subtensors.dispatch.sizes.dim_factors import Factors, is_padded, reshaped, static_dims
 
+MAX_MAPS = 4096
+"""The most calls whose labelled dims are cached."""
+
+
+class LabelledDims(NamedTuple):
+    """The dims of a call by label, which depend on the dims of its operands and on its arguments, not on true sizes.
+
+    Args:
+        found: the op's map.
+        dims: of each label; one that changes its size is not padded.
+        padded: the labels that are.
+    """
+
+    found: DimMap
+    dims: dict[Label, Factors]
+    padded: frozenset[Label]
+
+
+_labelled: dict[tuple[object, ...], LabelledDims] = {}
+
 
 @table.register(DimMap)
 def carry(call: PaddedCall) -> PyTree:
     """Carry the padding of each dim along, where the op combines no positions of it."""
-    if tree_has(PaddedSize, call.arguments):
-        return _run_across(call)
-    found, values = call.dims(), call.values
+    values = call.values
     sizes = values[0].sizes if len(values) == 1 else call.sizes()
-    dims = labelled(call, sizes, joined=found.combined)
-    padded = {label for label, factors in dims.items() if is_padded(factors)}
+    labelled = labelled_dims(call, sizes)
+    if labelled is None:
+        return _run_across(call)
+    found, dims, padded = labelled
     if not padded.isdisjoint(found.combined):
         regrouped = _regrouped(values[0], found)
         if regrouped is None:
@@ -76,13 +97,54 @@ def _run_across(call: PaddedCall, dims: Mapping[Label, Factors] | None = None) -
     return rule(call)
 
 
-def labelled(call: PaddedCall, sizes: TrueSizes | None, joined: Set[Label] = frozenset()) -> dict[Label, Factors]:
-    """Return the dim of each label, broadcast over the operands; those that are `joined` need not agree.
+def labelled_dims(call: PaddedCall, sizes: TrueSizes | None, agree: bool = False) -> LabelledDims | None:
+    """Return the dims of a call by label, broadcast over its operands; None where a padded size is an argument.
+
+    Args:
+        call: a call of an op that has a map.
+        sizes: the true sizes of its operands.
+        agree: whether the operands have the same dim along a combined label, too.
 
     Raises:
         ScatteredDim: an operand is not flattened in a dim as another is.
         UnsupportedCall: the sizes differ.
     """
+    key = _key(call, sizes, agree)
+    found = _labelled.get(key) if key is not None else None
+    if found is None and key is not None:
+        if len(_labelled) >= MAX_MAPS:
+            _labelled.clear()
+        joined = frozenset() if agree else call.dims().combined
+        dims = _broadcast(call, sizes, joined)
+        padded = frozenset(label for label, factors in dims.items() if is_padded(factors))
+        found = _labelled[key] = LabelledDims(call.dims(), dims, padded)
+    if found is not None:
+        call.found = found.found
+    return found
+
+
+def _key(call: PaddedCall, sizes: TrueSizes | None, agree: bool) -> tuple[object, ...] | None:
+    """Return the arguments that labelled dims depend on; None where one is a padded size, which rules of ops take."""
+    # The dims of a single operand hold all there is to know.
+    key: list[object] = [call.op, agree, None if sizes is None or len(call.values) == 1 else sizes.key]
+    for x in call.arguments.values():
+        kind = type(x)
+        if kind is PaddedValue:
+            key += (x.dims, x.dense.dtype)
+        elif kind is list or kind is tuple:
+            kinds = {*map(type, x)}
+            if PaddedSize in kinds:
+                return None
+            key.append(tuple([(y.dims, y.dense.dtype) if type(y) is PaddedValue else y for y in x]))
+        elif kind is PaddedSize:
+            return None
+        else:
+            key.append(x)
+    return tuple(key)
+
+
+def _broadcast(call: PaddedCall, sizes: TrueSizes | None, joined: frozenset[Label]) -> dict[Label, Factors]:
+    """Return the dim of each label; those that are `joined` need not agree."""
     candidates: dict[Label, list[Factors]] = {}
     for x, labels in _with_labels(call):
         for label, factors in zip(labels, x.dims, strict=True):
@@ -112,7 +174,7 @@ def _regrouped(x: PaddedValue, found: DimMap) -> Sequence[Factors] | None:
         return None
 
 
-def lacks(x: PaddedValue, labels: Labels, dims: dict[Label, Factors], padded: set[Label]) -> bool:
+def lacks(x: PaddedValue, labels: Labels, dims: Mapping[Label, Factors], padded: Set[Label]) -> bool:
     """Return whether the gradient of an operand sums over padding, or takes all of it as valid."""
     return any(label not in labels or not is_padded_alike(x.dims[labels.index(label)], dims[label]) for label in padded)
 

@@ -16,7 +16,7 @@ from subtensors.dispatch.ops.dims import Label, Labels, map_function
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.carried_dims import carry, labelled, lacks
+from subtensors.dispatch.padded.carried_dims import carry, labelled_dims, lacks
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.positions import with_factors
@@ -31,19 +31,21 @@ def contraction(call: PaddedCall) -> PyTree:
     """Fill the factors with zeros where needed, run the op, and mask the result's gradient where needed."""
     if map_function(call.op) is None:
         raise UnsupportedCall("its dims are not named")
-    sizes, found = call.sizes(), call.dims()
+    sizes = call.sizes()
+    labelled = labelled_dims(call, sizes, agree=True)
+    assert labelled is not None, "products take no sizes"
+    found, dims, padded = labelled
     (out,) = found.results
     if not found.combined.isdisjoint(out):
         return carry(call)
-    dims = labelled(call, sizes)
-    shown = {label for label in out if is_padded(dims[label])}
+    shown = padded.intersection(out)
     names = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
     factors = [*zip(names, call.values, found.operands, strict=True)]
     added = None if found.added is None else factors.pop(found.added)
     out_dims, operands = [dims[label] for label in out], [x for _, x, _ in factors]
     fill = _fill_after(operands, None if added is None else added[1])
     if call.is_tracked:
-        x = _kept(factors, added, dims, shown)
+        x = _kept(factors, added, padded, shown)
         if x is not None and x.padding_is_finite:
             fill = EDGE_FILL if x.fill == EDGE_FILL else fill
             product = result(call.dense(), out_dims, sizes, fill).gradient_masked()
@@ -64,21 +66,20 @@ def contraction(call: PaddedCall) -> PyTree:
 
 
 def _kept(
-    factors: Sequence[_Operand], added: _Operand | None, dims: Mapping[Label, Factors], shown: Set[Label]
+    factors: Sequence[_Operand], added: _Operand | None, padded: Set[Label], shown: Set[Label]
 ) -> PaddedValue | None:
     """Return the factor that alone is padded, along dims of the result that no other operand has.
 
     Its padded rows are rows of the result; they are combined with gradients only, which are zero there.
     """
-    padded = [(x, {at[d] for d in x.padded_dims}) for _, x, at in factors if x.padded_dims]
-    if len(padded) != 1:
+    found = [(x, {at[d] for d in x.padded_dims}) for _, x, at in factors if x.padded_dims]
+    if len(found) != 1:
         return None
-    [(kept, own)] = padded
+    [(kept, own)] = found
     others = {label for _, x, at in factors if x is not kept for label in at}
     if added is not None:
         others |= {label for label, n in zip(added[2], added[1].shape, strict=True) if n != 1}
-    is_alone = own == shown == {label for label, factors in dims.items() if is_padded(factors)}
-    return kept if is_alone and own.isdisjoint(others) else None
+    return kept if own == padded == shown and own.isdisjoint(others) else None
 
 
 _Operand = tuple[str, PaddedValue, Labels]
@@ -118,7 +119,9 @@ def _filled(
     x: PaddedValue, at: Labels, to_fill: Set[Label], dims: Mapping[Label, Factors], sizes: TrueSizes | None
 ) -> Tensor:
     """Return the operand's storage with zeros in the padding of some dims, the other operand's padding included."""
-    wanted = [d for d, label in enumerate(at) if label in to_fill]
+    wanted = [d for d, label in enumerate(at) if label in to_fill and (is_padded(dims[label]) or x.is_padded(d))]
+    if not wanted:
+        return x.dense
     assumed = tuple(
         dims[label] if label in to_fill and bucket_of(own) == bucket_of(dims[label]) else own
         for own, label in zip(x.dims, at, strict=True)
