@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import subtensors as st
+from subtensors.padded.fallback import fallbacks
 
 SEQ = st.Dim("seq", max=16, buckets=[8, 16])
 
@@ -21,12 +22,18 @@ def relative_shift(x: Tensor) -> Tensor:
     return shifted[..., :n]
 
 
+def product_with_rows(x: Tensor) -> Tensor:
+    """The product of the rows of two sequences, flattened, with the same rows, concatenated."""
+    return x.reshape(-1, 4).t() @ torch.cat([x[0], x[1]])
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a relative shift": lambda x: relative_shift(x @ x.transpose(1, 2)),
     "rows of two": lambda x: torch.cat([x, x], 1).reshape(2, -1, 2, 4),
     "chunks of padded rows": lambda x: torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4)).reshape(2, -1, 4, 4),
     "a sorted flattened dim": lambda x: x.reshape(-1).sort().values,
     "the order of a flattened dim": lambda x: x.reshape(-1, 4)[x[..., 0].reshape(-1).sort()[1]],
+    "a product along a flattened dim": product_with_rows,
     "a histogram": lambda x: torch.histc(x.detach().reshape(-1), bins=4, min=-1, max=1) * x.sum(),
 }
 
@@ -44,6 +51,12 @@ def test_elements_and_gradients_are_those_of_the_unpadded_tensor(name: str, n: i
     torch.testing.assert_close(found, expected)
     (own,) = torch.autograd.grad((found * weight).sum(), x)
     torch.testing.assert_close(own, gradient)
+
+
+def test_a_product_along_a_flattened_dim_runs_by_its_rule() -> None:
+    fallbacks.clear()
+    product_with_rows(st.pad(torch.randn(2, 5, 4), {1: SEQ}))
+    assert not fallbacks
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no products of groups")
