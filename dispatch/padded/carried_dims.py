@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
@@ -138,6 +139,9 @@ def _key(call: PaddedCall, sizes: TrueSizes | None, agree: bool) -> tuple[object
             key.append(tuple([(y.dims, y.dense.dtype) if type(y) is PaddedValue else y for y in x]))
         elif kind is PaddedSize:
             return None
+        elif kind is float or kind is torch.SymFloat:
+            # No map reads one, and compiled code must not make a constant of it.
+            key.append(float)
         else:
             key.append(x)
     return tuple(key)

@@ -177,3 +177,13 @@ def test_an_unmodified_model_compiles_once_for_every_length() -> None:
         with torch._dynamo.config.patch(error_on_recompile=i > 0), torch.no_grad():
             logits = compiled(st.pad(ids, {1: SEQ}, value=10**6))
             torch.testing.assert_close(logits.unpad(), model(input_ids=ids).logits)
+
+
+def test_a_number_that_changes_is_no_constant_of_a_product() -> None:
+    def product(x: Tensor, scale: float) -> Tensor:
+        return torch.baddbmm(x, x, x.new_ones(2, 4, 4), beta=scale, alpha=scale)
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 0.75, 1.5):
+        x = torch.randn(2, 5, 4)
+        torch.testing.assert_close(compiled(st.pad(x, {1: SEQ}), scale).unpad(), product(x, scale))
