@@ -36,11 +36,13 @@ class LabelledDims(NamedTuple):
         found: the op's map.
         dims: of each label; one that changes its size is not padded.
         padded: the labels that are.
+        lacking: whether each operand of several lacks a padded dim along which the op is parallel.
     """
 
     found: DimMap
     dims: dict[Label, Factors]
     padded: frozenset[Label]
+    lacking: tuple[bool, ...]
 
 
 _labelled: dict[tuple[object, ...], LabelledDims] = {}
@@ -54,7 +56,7 @@ def carry(call: PaddedCall) -> PyTree:
     labelled = labelled_dims(call, sizes)
     if labelled is None:
         return _run_across(call)
-    found, dims, padded = labelled
+    found, dims, padded, lacking = labelled
     if not padded.isdisjoint(found.combined):
         regrouped = _regrouped(values[0], found)
         if regrouped is None:
@@ -62,11 +64,11 @@ def carry(call: PaddedCall) -> PyTree:
         return result(call.dense(), regrouped, sizes, _fill_after(values) if found.moves else None)
     # An index, whose padding must be in range, may be shorter than what it indexes, and its bucket as long.
     is_read = len(values) > 1 and op_class(call.op) is OpClass.SCATTER_GATHER
-    if is_read and lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
+    if is_read and _lacks(values[0], found.operands[0], dims, padded.intersection(found.operands[0])):
         return _run_across(call, dims)
-    lacking = [x for x, own in _with_labels(call) if lacks(x, own, dims, padded)] if len(values) > 1 else []
-    fill = _fill_after(values) if found.moves and not lacking else None
-    sums = any(x.is_tracked for x in lacking)
+    is_lacking = any(lacking)
+    fill = _fill_after(values) if found.moves and not is_lacking else None
+    sums = is_lacking and any(x.is_tracked for x, lacks_dim in zip(values, lacking, strict=True) if lacks_dim)
     safe: dict[int, Tensor] = {}
     for x in values[is_read:] if is_read or sums or found.partial else ():
         if is_read and x.padded_dims:
@@ -118,7 +120,9 @@ def labelled_dims(call: PaddedCall, sizes: TrueSizes | None, agree: bool = False
         joined = frozenset() if agree else call.dims().combined
         dims = _broadcast(call, sizes, joined)
         padded = frozenset(label for label, factors in dims.items() if is_padded(factors))
-        found = _labelled[key] = LabelledDims(call.dims(), dims, padded)
+        parallel = padded - call.dims().combined if len(call.values) > 1 else frozenset()
+        lacking = tuple(_lacks(x, own, dims, parallel) for x, own in _with_labels(call))
+        found = _labelled[key] = LabelledDims(call.dims(), dims, padded, lacking)
     if found is not None:
         call.found = found.found
     return found
@@ -178,7 +182,7 @@ def _regrouped(x: PaddedValue, found: DimMap) -> Sequence[Factors] | None:
         return None
 
 
-def lacks(x: PaddedValue, labels: Labels, dims: Mapping[Label, Factors], padded: Set[Label]) -> bool:
+def _lacks(x: PaddedValue, labels: Labels, dims: Mapping[Label, Factors], padded: Set[Label]) -> bool:
     """Return whether the gradient of an operand sums over padding, or takes all of it as valid."""
     return any(label not in labels or not is_padded_alike(x.dims[labels.index(label)], dims[label]) for label in padded)
 

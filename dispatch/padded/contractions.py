@@ -16,7 +16,7 @@ from subtensors.dispatch.ops.dims import Label, Labels, map_function
 from subtensors.dispatch.ops.errors import UnsupportedCall
 from subtensors.dispatch.ops.op_classes import OpClass
 from subtensors.dispatch.ops.tree import PyTree
-from subtensors.dispatch.padded.carried_dims import carry, labelled_dims, lacks
+from subtensors.dispatch.padded.carried_dims import carry, labelled_dims
 from subtensors.dispatch.padded.interpreter import PaddedCall, apply, table
 from subtensors.dispatch.padded.padded_value import EDGE_FILL, FINITE_FILL, Fill, PaddedValue, result, unpadded_value
 from subtensors.dispatch.padded.positions import with_factors
@@ -34,13 +34,15 @@ def contraction(call: PaddedCall) -> PyTree:
     sizes = call.sizes()
     labelled = labelled_dims(call, sizes, agree=True)
     assert labelled is not None, "products take no sizes"
-    found, dims, padded = labelled
+    found, dims, padded, lacking = labelled
     (out,) = found.results
     if not found.combined.isdisjoint(out):
         return carry(call)
     shown = padded.intersection(out)
     names = [name for name, x in call.arguments.items() if isinstance(x, PaddedValue)]
     factors = [*zip(names, call.values, found.operands, strict=True)]
+    sums = [x.is_tracked and lacks for x, lacks in zip(call.values, lacking, strict=True)]
+    is_summed = any(sums)
     added = None if found.added is None else factors.pop(found.added)
     out_dims, operands = [dims[label] for label in out], [x for _, x, _ in factors]
     fill = _fill_after(operands, None if added is None else added[1])
@@ -51,7 +53,8 @@ def contraction(call: PaddedCall) -> PyTree:
             product = result(call.dense(), out_dims, sizes, fill).gradient_masked()
             x.gradient_is_zero_if(product)
             return product
-    sums = [x.is_tracked and lacks(x, at, dims, shown) for _, x, at in factors]
+    if found.added is not None:
+        del sums[found.added]
     changed: dict[str, Tensor] = {}
     for i, (name, x, at) in enumerate(factors):
         to_fill = {*at} if any(sums[:i] + sums[i + 1 :]) else {*at} - {*out}
@@ -61,7 +64,6 @@ def contraction(call: PaddedCall) -> PyTree:
         if to_fill.issuperset(at[d] for d in x.padded_dims):
             x.gradient_is_zero_if()
     product = result(call.dense(changed), out_dims, sizes, fill)
-    is_summed = any(sums) or (added is not None and added[1].is_tracked and lacks(*added[1:], dims, shown))
     return product.gradient_masked() if is_summed else product
 
 
