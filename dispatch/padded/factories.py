@@ -36,7 +36,8 @@ _LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None, aten.empty
 @table.register(*_LIKE)
 def like(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """A tensor of the same shape and padding; its value fills the padding, too."""
-    return x.like(call.dense(), call.get("fill_value", _LIKE[call.op.overloadpacket]))
+    fill = call.get("fill_value", _LIKE[call.op.overloadpacket])
+    return x.like(call.dense(), None if isinstance(fill, torch.SymFloat) else fill)  # which only its own trace knows
 
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided)

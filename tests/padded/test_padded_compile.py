@@ -187,3 +187,10 @@ def test_a_number_that_changes_is_no_constant_of_a_product() -> None:
     for scale in (0.5, 0.75, 1.5):
         x = torch.randn(2, 5, 4)
         torch.testing.assert_close(compiled(st.pad(x, {1: SEQ}), scale).unpad(), product(x, scale))
+
+
+def test_a_number_that_changes_fills_a_tensor_like_a_padded_one() -> None:
+    compiled = torch.compile(lambda x, fill: torch.full_like(x, fill) + x, fullgraph=True, backend="aot_eager")
+    for fill in (0.5, 0.75, 1.5):
+        x = torch.randn(2, 5)
+        torch.testing.assert_close(compiled(st.pad(x, {1: SEQ}), fill).unpad(), x + fill)

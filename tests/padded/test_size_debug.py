@@ -68,6 +68,7 @@ def test_sizes_that_are_understood_do_not_warn(device: str) -> None:
         _ = x[:, x.shape[1] // 2 :]
         _ = 1 if x.shape[1] else 0, 1 if x.shape[1] % 3 else 0
         _ = x.shape[1] > 3, x.shape[1] == 9, x.shape == (2, 3)
+        _ = f"{x.shape[1]} {x.shape[1]:>4}"
 
 
 INDEXING: dict[str, Callable[[Any, Tensor], Any]] = {
