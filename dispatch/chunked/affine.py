@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from subtensors.dispatch.chunked.lazy_graph import LazyNode, LazyValue, computation
-from subtensors.dispatch.ops.tree import tree_leaves
+from subtensors.dispatch.ops.tree import tree_find
 
 aten = torch.ops.aten
 
@@ -53,12 +53,12 @@ def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:
     """Return whether an op on replicated values is affine in those of its operands that depend on the sums."""
     arguments = [*node.args, *node.kwargs.values()]
     packet = getattr(node.op, "overloadpacket", None)
-    leaves = ((n, leaf) for n, x in enumerate(arguments) for leaf in tree_leaves(x) if isinstance(leaf, LazyValue))
+    leaves = ((n, leaf) for n, x in enumerate(arguments) for leaf in tree_find(LazyValue, x))
     positions = [n for n, leaf in leaves if leaf in depending]
     if packet not in (aten.stack, aten.cat) and any(not isinstance(arguments[n], LazyValue) for n in positions):
         return False
     if packet in JOINTLY_LINEAR:
         # div.Tensor_mode rounds.
-        plain = not any(isinstance(x, str) for x in tree_leaves(arguments))
+        plain = not tree_find(str, arguments)
         return plain and all(position in JOINTLY_LINEAR[packet] for position in positions)
     return packet in _BILINEAR and len(positions) == 1

@@ -21,7 +21,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 from subtensors.dispatch.chunked.lower_statistics import lower_statistics
 from subtensors.dispatch.chunked.row_layout import LimitError
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, axis_of
-from subtensors.dispatch.ops.tree import tree_map, tree_tensors
+from subtensors.dispatch.ops.tree import tree_find, tree_map_only
 
 
 def evaluate(value: LazyValue) -> Tensor:
@@ -261,6 +261,6 @@ def _known(value: LazyValue) -> Tensor:
 
 def _run(node: LazyNode, env: Mapping[LazyValue, Tensor], grad: bool) -> list[Tensor]:
     """Return the results of an op on replicated values, differentiable as it was recorded if `grad` is set."""
-    args, kwargs = tree_map((node.args, node.kwargs), lambda x: env[x] if isinstance(x, LazyValue) else x)
+    args, kwargs = tree_map_only(LazyValue, env.__getitem__, (node.args, node.kwargs))
     with torch.set_grad_enabled(grad and node.grad):
-        return tree_tensors(node.op(*args, **kwargs))
+        return tree_find(Tensor, node.op(*args, **kwargs))

@@ -35,7 +35,7 @@ from torch._ops import OpOverload
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, meta_like
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals.autograd import gathered_again, has_saved_tensor_hooks
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 
@@ -232,7 +232,7 @@ class LazyNode:
 
     def __init__(self, op: Callable[..., PyTree], args: Args, kwargs: Kwargs, grad: bool) -> None:
         self.op, self.args, self.kwargs, self.grad = op, args, kwargs, grad
-        layouts = [x.layout for x in tree_leaves((args, kwargs)) if isinstance(x, (LazyValue, RowSlice))]
+        layouts = [x.layout for x in tree_find((LazyValue, RowSlice), (args, kwargs))]
         self.axis: ChunkAxis | None = next((layout.axis for layout in layouts if layout is not None), None)
         """The axis along which it runs chunk by chunk; None for an op that runs once, on replicated operands."""
         self.name = str(op).removeprefix("aten.") if isinstance(op, OpOverload) else op.__name__.strip("_")
@@ -254,8 +254,8 @@ class LazyNode:
 
     def operands(self) -> list[LazyValue]:
         """Return the values among its arguments, those that each chunk reads a slice of included."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return [x.value if isinstance(x, RowSlice) else x for x in leaves if isinstance(x, (LazyValue, RowSlice))]
+        found = tree_find((LazyValue, RowSlice), (self.args, self.kwargs))
+        return [x.value if isinstance(x, RowSlice) else x for x in found]
 
 
 def computation(
@@ -380,9 +380,7 @@ def emit(
         node.rows = largest(operands).layout
     remaining = iter(layouts)
 
-    def value(meta: PyTree) -> PyTree:
-        if not isinstance(meta, Tensor):
-            return meta
+    def value(meta: Tensor) -> LazyValue:
         layout = next(remaining, None)
         differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
         combine = layout if isinstance(layout, Combine) else None
@@ -392,7 +390,7 @@ def emit(
         node.add_output(out)
         return out
 
-    return tree_map(metas, value)
+    return tree_map_only(Tensor, value, metas)
 
 
 CHUNK_INDEPENDENT_VIEWS = frozenset(

@@ -31,7 +31,7 @@ from subtensors.dispatch.ops.bound_call import BoundCall
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
 from subtensors.dispatch.ops.rule_table import RuleTable
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map, tree_tensors
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 
 RULES = RuleTable("ChunkedTensor", dict.fromkeys(OpClass, "realize() it first, which is what is done otherwise"))
 
@@ -49,7 +49,7 @@ def record(op: OpOverload, *args: PyTree, **kwargs: PyTree) -> PyTree:
     Raises:
         NeedsMaterialize: the op has no rule, or its rule doesn't hold for these arguments.
     """
-    args, kwargs = tree_map((args, kwargs), lambda x: constant(x) if isinstance(x, Tensor) else x)
+    args, kwargs = tree_map_only(Tensor, constant, (args, kwargs))
     call = ChunkedCall(op, args, kwargs)
     if not call.chunked and op_class(op) is not OpClass.RANDOM:
         return emit(op, args, kwargs, infer(op, args, kwargs))
@@ -85,7 +85,7 @@ def infer(op: OpOverload, args: Args, kwargs: Kwargs) -> PyTree:
         found = _infer(op, spec, metas)
         if len(_inferred) >= MAX_INFERRED_CALLS:
             _inferred.clear()
-        if all(type(meta) is Tensor for meta in tree_tensors(found)):  # fake ones belong to their mode
+        if all(type(meta) is Tensor for meta in tree_find(Tensor, found)):  # fake ones belong to their mode
             _inferred[key] = found
     return found
 
@@ -135,9 +135,7 @@ class ChunkedCall(BoundCall[LazyValue]):
         """Return the arguments with each value replaced; of those without a position, the ones that were given."""
         args, kwargs = self.split(self.arguments)
         given = {name: x for name, x in kwargs.items() if name in self._given}
-        replaced: tuple[Args, Kwargs] = tree_map(
-            (args, given), lambda x: to_operand(x) if isinstance(x, LazyValue) else x
-        )
+        replaced: tuple[Args, Kwargs] = tree_map_only(LazyValue, to_operand, (args, given))
         return replaced
 
     def emit(
@@ -183,9 +181,7 @@ def _by_chunks(value: LazyValue, layout: RowLayout) -> LazyValue:
     """Record a replicated value's op chunk by chunk instead, so that its result is never in memory in full."""
     node = value.node
     assert node is not None
-    args, kwargs = tree_map(
-        (node.args, node.kwargs), lambda x: broadcast(x, value.ndim, layout) if isinstance(x, LazyValue) else x
-    )
+    args, kwargs = tree_map_only(LazyValue, lambda x: broadcast(x, value.ndim, layout), (node.args, node.kwargs))
     out: LazyValue = emit(node.op, args, kwargs, value.meta, [layout], node.grad)
     return out
 

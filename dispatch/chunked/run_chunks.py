@@ -13,7 +13,7 @@ from subtensors.dispatch.chunked.lazy_graph import Combine, LazyValue, PerChunk,
 from subtensors.dispatch.chunked.record import overwritten
 from subtensors.dispatch.chunked.row_losses import cross_entropy
 from subtensors.dispatch.chunked.schedule import ChunkSchedule, Input, ScheduledStep
-from subtensors.dispatch.ops.tree import PyTree, tree_tensors
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 from subtensors.kernels.cross_entropy.logits_block import scale_
 from subtensors.kernels.runtime.custom_ops import is_dense
 
@@ -187,7 +187,7 @@ def run_chunk(
             else:
                 args, kwargs = step.spec.unflatten([operand(x) for x in step.leaves])
                 result = step.op(*args, **kwargs)
-        for output, tensor in zip(step.outputs, tree_tensors(result), strict=True):
+        for output, tensor in zip(step.outputs, tree_find(Tensor, result), strict=True):
             if output is not None:
                 known[id(output)] = tensor
         del result, tensor

@@ -21,7 +21,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
     identity,
 )
 from subtensors.dispatch.chunked.row_layout import ChunkAxis, RowLayout, check_limit
-from subtensors.dispatch.ops.tree import PyTree, tree_leaves
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 from subtensors.kernels.cross_entropy.compensated_sum import PIECE_BYTES
 from subtensors.kernels.cross_entropy.logits_block import REFERENCE_SHARE, reference_bytes
 
@@ -260,9 +260,7 @@ class ChunkSchedule:
         spans: list[Span] = []
         for value in self.requested:
             assert value.node is not None
-            operands = [
-                x for x in tree_leaves((value.node.args, value.node.kwargs)) if isinstance(x, LazyValue | RowSlice)
-            ]
+            operands = tree_find((LazyValue, RowSlice), (value.node.args, value.node.kwargs))
             layouts = [x.layout for x in operands if x.layout is not None]
             spans += [layout.rows for layout in layouts] or [(0, self.axis.size)]
         return min(start for start, _ in spans), max(stop for _, stop in spans)

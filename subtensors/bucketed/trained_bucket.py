@@ -29,7 +29,7 @@ from subtensors.bucketed.side_effects import SideEffects, Snapshot, copies, dens
 from subtensors.dispatch.graphs.guards import Writes
 from subtensors.dispatch.graphs.host_reads import unwatched
 from subtensors.dispatch.graphs.pool import GraphPool, capture_modes
-from subtensors.dispatch.ops.tree import PyTree, tree_tensors
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 from subtensors.dispatch.sizes.dim_factors import Factors
 from subtensors.dispatch.sizes.expressions import size_on_host
 from subtensors.dispatch.torch_internals import autograd
@@ -164,7 +164,7 @@ class TrainedBucket(Bucket):
                 if padded[i] is not leaves[i]:
                     leaves[i].copy_(padded[i].unpad())
             self.load(leaves, spec.sizes)
-        roots = [x for x in tree_tensors(results) if x.requires_grad]  # of a ragged result the rows
+        roots = [x for x in tree_find(Tensor, results) if x.requires_grad]  # of a ragged result the rows
         self.is_differentiable = bool(roots)
         if not self.no_graph_reason and roots and before.has_trained():
             self.no_graph_reason = (

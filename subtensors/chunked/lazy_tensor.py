@@ -24,7 +24,7 @@ from subtensors.dispatch.chunked.rules.contractions import linear_layer
 from subtensors.dispatch.chunked.shared_pass import Holder, hold
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import GRADIENT_HOOKS, Hook, function_around
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_tensors
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 from subtensors.dispatch.torch_internals.autograd import is_fsdp_identity_node, set_leaf_hooks
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ class AliasRef(Holder):
                         results = record(op, value, *args, **kwargs)
                     except NeedsMaterialize:
                         results = record(op, replicated(value), *args, **kwargs)
-                self._value = [v for v in tree_leaves(results) if isinstance(v, LazyValue)][index]
+                self._value = tree_find(LazyValue, results)[index]
                 self.base_writes = self.base.writes
                 self.writes += 1
         return self._value
@@ -211,7 +211,7 @@ def _written_base(op: OpOverload, args: Args, kwargs: Kwargs, index: int, base: 
     elif packet is aten.unbind:
         written = record(aten.select_scatter.default, base, new, call["dim"], index)
     elif packet in (aten.split, aten.split_with_sizes):
-        sizes = [v.shape[call["dim"]] for v in tree_tensors(call.infer())]
+        sizes = [v.shape[call["dim"]] for v in tree_find(Tensor, call.infer())]
         start = sum(sizes[:index])
         written = record(aten.slice_scatter.default, base, new, call["dim"], start, start + sizes[index])
     if not isinstance(written, LazyValue):

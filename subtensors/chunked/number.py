@@ -31,7 +31,7 @@ from subtensors.dispatch.chunked.record import record
 from subtensors.dispatch.chunked.shared_pass import UNSETTLED, evaluate_number, has_gradients, hold, observe
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.plain_types import PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map, tree_tensors
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals.autograd import (
     BACKWARDS,
     has_saved_tensor_hooks,
@@ -181,7 +181,7 @@ class ChunkedNumber(LazyTensor):
         is_waiting = func in _COMBINATIONS or (func in _UPDATES and _may_update(args[0]))
         if is_waiting and not is_transforming() and all(map(_is_term, (*args, *named.values()))):
             try:
-                numbers = [x for x in tree_leaves(args) if isinstance(x, ChunkedNumber)]
+                numbers: list[ChunkedNumber] = tree_find(ChunkedNumber, args)
                 for x in numbers if torch.is_grad_enabled() else ():
                     if _number_ref(x).value.observed is not None:
                         x.realize()  # a write through an alias of what was observed is seen in that memory alone
@@ -201,11 +201,11 @@ class ChunkedNumber(LazyTensor):
             of_backward = named.get("inputs") if func in BACKWARDS else args[0]
             inputs = args[1] if func is torch.autograd.grad else of_backward
             # Before the numbers that they are part of, whose backward passes them then.
-            for x in () if inputs is None else tree_leaves(inputs):
+            for x in tree_find(ChunkedNumber, inputs):
                 _check_unobserved(x)
                 plain(x)
         if any(isinstance(x, (list, tuple, dict)) for x in (*args, *named.values())):
-            args, named = tree_map((args, named), plain)
+            args, named = tree_map_only(ChunkedNumber, plain, (args, named))
         operands = [plain(x) for x in args]
         out = func(*operands, **{key: plain(x) for key, x in named.items()})
         first: PyTree = args[0] if args else None
@@ -217,11 +217,11 @@ class ChunkedNumber(LazyTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ChunkedNumber)]
+        numbers: list[ChunkedNumber] = tree_find(ChunkedNumber, (args, kwargs))
         has_gradient = torch.is_grad_enabled() and any(x._ref.is_of_gradients for x in numbers)
         if is_recording() or func.is_view or has_gradient:
             return handle_torch_dispatch(cls, func, args, kwargs or {})
-        args, named = tree_map((args, kwargs or {}), lambda x: _plain(x, True) if isinstance(x, ChunkedNumber) else x)
+        args, named = tree_map_only(ChunkedNumber, lambda x: _plain(x, True), (args, kwargs or {}))
         return func(*args, **named)
 
 
@@ -311,10 +311,8 @@ def _is_released(x: ChunkedNumber) -> bool:
     return value.tensor is None and value.node is None and value.observed is not None
 
 
-def _check_unobserved(x: object) -> None:
+def _check_unobserved(x: ChunkedNumber) -> None:
     """Raise RuleError for a number that the backward of another one will not pass: a view, or one computed with it."""
-    if not isinstance(x, ChunkedNumber):
-        return
     if not isinstance(x._ref, NumberRef):
         raise RuleError("the gradient of a view of a number of chunked rows: take that of the number, or of realize()")
     if x._ref.value.observed is not None:
@@ -344,7 +342,7 @@ def _plain_of(ref: AliasRef, is_read: bool) -> Tensor:
     assert ref.base is not None
     assert ref.view_call is not None
     op, args, kwargs, index = ref.view_call
-    view = tree_tensors(op(_plain_of(ref.base, is_read), *args, **kwargs))[index]
+    view: Tensor = tree_find(Tensor, op(_plain_of(ref.base, is_read), *args, **kwargs))[index]
     return view if ref.needs_grad else view.detach()
 
 

@@ -41,7 +41,7 @@ from subtensors.dispatch.chunked.sharded_head import full_tensor, gathered, is_d
 from subtensors.dispatch.graphs import capture
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.op_classes import functional_form, is_in_place
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_leaves, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_map_only
 from subtensors.dispatch.torch_internals.autograd import is_transformed
 from subtensors.dispatch.torch_internals.dispatcher import has_dispatch_mode, without_dispatch_modes
 from subtensors.dispatch.torch_internals.ops import schema_of
@@ -67,13 +67,11 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
     users: dict[int, Tensor] = {}
     borrowed: dict[int, LazyTensor] = {}
 
-    def lower(x: PyTree) -> PyTree:
+    def lower(x: Tensor) -> Tensor:
         if isinstance(x, LazyTensor):
             ref = alias_ref(x)
             users[id(ref)] = x
             return inner_tensor(kind, ref)
-        if not isinstance(x, Tensor):
-            return x
         is_sharded = is_distributed(x) and x.dtype.is_floating_point
         if (grad and x.requires_grad) or func in _RECORDS_TARGETS or is_sharded:
             # Ops on it inside the function must be recorded too, or its gradient would be lost there, or its rows.
@@ -84,7 +82,7 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
             return borrowed[id(x)]
         return full_tensor(x)
 
-    inner_args, inner_kwargs = tree_map((args, kwargs), lower)
+    inner_args, inner_kwargs = tree_map_only(Tensor, lower, (args, kwargs))
     writes = [(x, alias_ref(x).writes) for x in users.values() if isinstance(x, LazyTensor)]
     records_first = _RecordsFirst(kind) if has_dispatch_mode() else nullcontext()
     with torch.no_grad(), recording(grad), torch._C.DisableTorchFunctionSubclass(), records_first:
@@ -93,16 +91,14 @@ def record_call(kind: type[LazyTensor], func: Callable[..., PyTree], args: Args,
         if alias_ref(x).writes != count:
             update_requires_grad(x)
 
-    def lift(x: PyTree) -> PyTree:
-        if not isinstance(x, LazyTensor):
-            return x
+    def lift(x: LazyTensor) -> Tensor:
         if id(x._ref) in users:
             return users[id(x._ref)]
         # A view without the rows may still be written through.
         is_plain = x._ref.value.layout is None and x._ref.base is None
         return kind.result_of(x._ref.value) if is_plain else user_tensor(kind, x._ref)
 
-    return tree_map(out, lift)
+    return tree_map_only(LazyTensor, lift, out)
 
 
 class _RecordsFirst(TorchDispatchMode):
@@ -149,17 +145,16 @@ def handle_torch_dispatch(kind: type[LazyTensor], op: OpOverload, args: Args, kw
         # A view of the replicated value may be written through; a materialized copy may not.
         results = record(op, *(replicated(v) if isinstance(v, LazyValue) else v for v in values), **named)
         log_fallback(missing)
-    refs = tree_map(results, lambda v: AliasRef(v) if isinstance(v, LazyValue) else v)
+    refs = tree_map_only(LazyValue, AliasRef, results)
     if is_view and args and isinstance(args[0], LazyTensor):
-        views = [ref for ref in tree_leaves(refs) if isinstance(ref, AliasRef)]
-        for index, ref in enumerate(views):
+        for index, ref in enumerate(tree_find(AliasRef, refs)):
             ref.make_view_of(args[0]._ref, op, _values(args[1:]), _values(kwargs), index)
-    return tree_map(refs, lambda ref: inner_tensor(kind, ref) if isinstance(ref, AliasRef) else ref)
+    return tree_map_only(AliasRef, lambda ref: inner_tensor(kind, ref), refs)
 
 
 def _check_no_gradient_is_lost(op: OpOverload, tree: PyTree) -> None:
     """Raise RuleError for an op that another type calls on a tensor that requires grad, which it took as its memory."""
-    if any(isinstance(x, LazyTensor) and x._ref.is_of_gradients for x in tree_leaves(tree)):
+    if any(x._ref.is_of_gradients for x in tree_find(LazyTensor, tree)):
         raise RuleError(
             f"{op} on a ChunkedTensor inside a tensor of another type: its gradient would not come back; make that "
             f"tensor of realize()"
@@ -175,7 +170,7 @@ _WITHOUT_BITS: dict[OpOverload, OpOverload] = {
 
 def _values(tree: PyTree) -> PyTree:
     """Return a pytree with the values of lazy tensors in their place."""
-    return tree_map(tree, lambda x: x._ref.value if isinstance(x, LazyTensor) else x)
+    return tree_map_only(LazyTensor, lambda x: x._ref.value, tree)
 
 
 def _record_write(op: OpOverload, args: Args, kwargs: Kwargs) -> LazyTensor:
@@ -232,16 +227,14 @@ def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -
     is_write = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem__"))
     materialized: dict[int, tuple[LazyTensor, Tensor, int]] = {}
 
-    def materialize(x: PyTree) -> PyTree:
-        if not isinstance(x, LazyTensor):
-            return x
+    def materialize(x: LazyTensor) -> Tensor:
         if id(x._ref) not in materialized:
             tensor = x.realize()
             tensor = tensor.clone() if is_write else tensor
             materialized[id(x._ref)] = (x, tensor, 0 if tensor.is_inference() else tensor._version)
         return materialized[id(x._ref)][1]
 
-    plain_args, plain_kwargs = tree_map((args, kwargs), materialize)
+    plain_args, plain_kwargs = tree_map_only(LazyTensor, materialize, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     if not is_write:
         return out
@@ -259,13 +252,13 @@ def call_materialized(func: Callable[..., PyTree], args: Args, kwargs: Kwargs) -
                 raise RuleError(f"{name} on a view of a ChunkedTensor: {missing}; {advice}") from None
             update_requires_grad(x)
             users[id(tensor)] = x
-    return tree_map(out, lambda y: users.get(id(y), y))
+    return tree_map_only(Tensor, lambda y: users.get(id(y), y), out)
 
 
 def check_not_transformed(tree: PyTree) -> None:
     """Raise RuleError for tensors that a transform wraps, or that have a tangent: chunks run autograd themselves."""
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor) and not isinstance(x, LazyTensor) and is_transformed(x):
+    for x in tree_find(Tensor, tree):
+        if not isinstance(x, LazyTensor) and is_transformed(x):
             raise RuleError(
                 "chunked tensors inside torch.func transforms (grad, vmap, jvp) and forward-mode differentiation have "
                 "no rule: differentiate with torch.autograd, or transform the function of plain tensors"

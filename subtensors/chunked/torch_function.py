@@ -52,7 +52,7 @@ from subtensors.dispatch.ops import linear_cross_entropy as functional
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.lazy_storage import fill_padding, mask_gradient
 from subtensors.dispatch.ops.plain_types import MAPPED_TYPES, MASKED_TYPES, PLAIN_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_map_only
 from subtensors.dispatch.torch_internals.autograd import (
     is_fsdp_backward_hook,
     is_module_tracker_hook,
@@ -94,7 +94,7 @@ def handle_torch_function(
     if len(types) > 1 and not (MAPPED_TYPES | MASKED_TYPES).isdisjoint(types):
         return NotImplemented
     if len(types) > 1 and ChunkedNumber in types:
-        args, kwargs = tree_map((args, kwargs), lambda x: x.realize() if isinstance(x, ChunkedNumber) else x)
+        args, kwargs = tree_map_only(ChunkedNumber, ChunkedNumber.realize, (args, kwargs))
     fast_path = FAST_PATHS.get(func)
     if fast_path is not None:
         try:

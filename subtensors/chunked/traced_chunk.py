@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -36,7 +37,7 @@ from subtensors.dispatch.ops import wrappers
 from subtensors.dispatch.ops.errors import RuleError
 from subtensors.dispatch.ops.linear_cross_entropy import composed, composed_op
 from subtensors.dispatch.ops.plain_types import LAZY_TYPES, MAPPED_TYPES, MASKED_TYPES
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_leaves, tree_map_only
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find, tree_has, tree_map_only
 from subtensors.dispatch.torch_internals.dispatcher import is_traced
 from subtensors.padded.autograd import with_storage
 from subtensors.padded.padded_tensor import PaddedTensor
@@ -291,7 +292,8 @@ def _can_record(name: str, args: Sequence[PyTree], kwargs: Kwargs) -> bool:
     """Return whether a program can hold a call: it draws no random numbers, and its arguments have a source."""
     if name == "dropout" and kwargs.get("training", args[2] if len(args) > 2 else True):
         return False
-    leaves = tree_leaves((args, kwargs))
+    call: PyTree = (args, kwargs)
+    leaves = optree.tree_leaves(call, none_is_leaf=True)
     parts = [part for x in leaves for part in ((x.start, x.stop, x.step) if isinstance(x, slice) else (x,))]
     return all(x is None or x is Ellipsis or isinstance(x, _NAMEABLE) for x in parts)
 

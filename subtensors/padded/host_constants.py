@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_tensors
+from subtensors.dispatch.ops.tree import Args, Kwargs, PyTree, tree_find
 
 _FROM_DATA = frozenset([torch.tensor, torch.as_tensor, Tensor.new_tensor])
 _SHARING_MEMORY = frozenset([torch.from_numpy, torch.frombuffer, torch.asarray, torch.as_tensor])
@@ -39,13 +39,13 @@ class HostConstants:
             like = func(torch.empty(0, dtype=x.dtype, device="cpu"), *args[1:], **kwargs)
             if like.device.type != "cpu":
                 return self._copied(x.to(like.dtype), like.device)
-        elif func in _FROM_DATA and kwargs.keys() <= {"dtype", "device"} and not tree_tensors(args[-1:]):
+        elif func in _FROM_DATA and kwargs.keys() <= {"dtype", "device"} and not tree_find(Tensor, args[-1:]):
             device = kwargs.get("device") or (args[0].device if func is Tensor.new_tensor else torch.empty(0).device)
             return self._copied(func(*args, **{**kwargs, "device": "cpu"}), torch.device(device))
         elif func in (Tensor.__getitem__, Tensor.__setitem__):
             args = args[0], *self._operands(*args)
         out = func(*args, **kwargs)
-        self._note(func, tree_tensors((args, kwargs)), out)
+        self._note(func, tree_find(Tensor, (args, kwargs)), out)
         return out
 
     def _operands(self, x: Tensor, index: PyTree, *value: PyTree) -> Iterator[PyTree]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from subtensors.dispatch.chunked.lazy_graph import LazyValue, RowSlice, replicated
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, chunk_dim_size, record, sliced
 from subtensors.dispatch.chunked.row_layout import RowLayout
 from subtensors.dispatch.ops.dims import DimMap, Label, Labels
 from subtensors.dispatch.ops.op_classes import OpClass, op_class
-from subtensors.dispatch.ops.tree import PyTree, tree_tensors
+from subtensors.dispatch.ops.tree import PyTree, tree_find
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def carry(call: ChunkedCall) -> PyTree:
         return rule(call)
     metas, layout = call.infer(), rows.layout
     outs = []
-    for i, meta in enumerate(tree_tensors(metas)):
+    for i, meta in enumerate(tree_find(Tensor, metas)):
         dim = found.of_result(i).index(rows.label)
         if meta.shape[dim] != layout.dim_size:
             raise call.unchunkable("its result is larger than its operands along the chunked dim")

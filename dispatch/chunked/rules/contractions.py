@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 
+import optree
 import torch
 from torch._ops import OpOverload
 
@@ -19,7 +20,7 @@ from subtensors.dispatch.chunked.lazy_graph import (
 from subtensors.dispatch.chunked.record import RULES, ChunkedCall, record
 from subtensors.dispatch.chunked.rules.carried_dims import carry, rows_of
 from subtensors.dispatch.ops.op_classes import OpClass
-from subtensors.dispatch.ops.tree import PyTree, tree_leaves
+from subtensors.dispatch.ops.tree import PyTree
 
 aten = torch.ops.aten
 
@@ -102,5 +103,7 @@ def _identity(x: PyTree) -> Hashable:
     if node is None or (node.name not in CHUNK_INDEPENDENT_VIEWS and node.op is not aten._to_copy.default):
         itself: Hashable = x
         return itself
-    operands = [_identity(y) for y in tree_leaves((node.args, node.kwargs)) if not isinstance(y, PerChunk)]
+    call: PyTree = (node.args, node.kwargs)
+    leaves = optree.tree_leaves(call, none_is_leaf=True)
+    operands = [_identity(y) for y in leaves if not isinstance(y, PerChunk)]
     return node.op, node.grad, x.shape, *operands
