@@ -59,6 +59,6 @@ def _is_affine_in(node: LazyNode, depending: Collection[LazyValue]) -> bool:
         return False
     if packet in JOINTLY_LINEAR:
         # div.Tensor_mode rounds.
-        plain = not tree_find(str, arguments)
+        plain = not any(isinstance(x, str) for x in arguments)
         return plain and all(position in JOINTLY_LINEAR[packet] for position in positions)
     return packet in _BILINEAR and len(positions) == 1

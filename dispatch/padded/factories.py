@@ -37,7 +37,9 @@ _LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None, aten.empty
 def like(call: PaddedCall, x: PaddedValue) -> PaddedValue:
     """A tensor of the same shape and padding; its value fills the padding, too."""
     fill = call.get("fill_value", _LIKE[call.op.overloadpacket])
-    return x.like(call.dense(), None if isinstance(fill, torch.SymFloat) else fill)  # which only its own trace knows
+    if isinstance(fill, torch.SymFloat):  # which means nothing outside its trace
+        fill = None
+    return x.like(call.dense(), fill)
 
 
 @table.register(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided)

@@ -187,7 +187,7 @@ def _note_comparison(size: PaddedSize, name: str, other: float, outcome: bool, o
 
 
 def _note_number(size: PaddedSize, out: object, other: object, name: str, operation: str) -> None:
-    """Note that the program, as above, gets a plain number or text of a size."""
+    """Note that the program gets a plain number or text of a size."""
     # A float and a sequence answer themselves, by the bucket's number.
     is_sequence = isinstance(other, list | tuple | str) and name != "__format__"
     is_plain = not isinstance(out, PaddedSize) and (

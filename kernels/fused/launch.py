@@ -32,7 +32,7 @@ ROUNDS = 8
 through an atomic counter, and the last one combines the results of all, so few programs are better."""
 
 MANY_ROUNDS = 32
-"""The same of a program that writes nothing but results of reductions, where that leaves enough programs."""
+"""The same where the kernels write no elements, only results of reductions, and many programs are left."""
 
 MIN_PROGRAMS = 16
 """Programs a multiprocessor; where there would be fewer, each program sweeps one tile instead of `ROUNDS`."""
@@ -176,9 +176,10 @@ class Grid:
         self.rounds, self.chunks = 1, self.tiles
         if kernels.reductions:
             sweeps = [kernel.segment for kernel in kernels.kernels if kernel.segment.shape is Shape.PER_ELEMENT]
-            rounds = [ROUNDS] if any(sweep.stores or sweep.outputs for sweep in sweeps) else [MANY_ROUNDS, ROUNDS]
-            programs, fewest = MIN_PROGRAMS * multiprocessors(device), ROUNDS if device.type == "cpu" else 1
-            self.rounds = next((n for n in rounds if self.tiles.total >= n * programs), fewest)
+            writes, programs = any(s.stores or s.outputs for s in sweeps), MIN_PROGRAMS * multiprocessors(device)
+            is_large = device.type == "cpu" or self.tiles.total >= ROUNDS * programs
+            is_huge = not writes and self.tiles.total >= 4 * MANY_ROUNDS * programs
+            self.rounds = MANY_ROUNDS if is_huge else ROUNDS if is_large else 1
             # Where there are no elements, reductions must come out as the identity.
             self.chunks = TileMap.of(self.sizes, block * self.rounds, 1, device)
         self._ready = _event(device)

@@ -43,7 +43,7 @@ ALIGNMENT = 16
 """Triton compiles a kernel apart for addresses, in bytes, and for integers that are multiples of this."""
 
 Launch = Callable[..., None]
-"""Called with the kernel's arguments and `stream`, the number of a stream of the current device."""
+"""Called with the number of programs, the kernel's arguments and `stream`, that of a stream of the current device."""
 
 Key = tuple[object, ...]
 """The properties of arguments that Triton compiles a kernel for."""
@@ -110,11 +110,10 @@ class JitKernel(Protocol):
 
 
 def prepare_launch(compiled: CompiledKernel) -> Launch:
-    """Load a kernel, and return a function that launches it: the number of programs, its arguments, the stream.
+    """Load a kernel, and return a function that launches it.
 
     Triton's own `compiled[grid]` describes each launch for hooks, which profilers add. While there are no hooks, the
     function that it wraps is called directly, without a description. Checked on Triton 3.6; read in 3.7, 3.9.
-
     """
     from subtensors.kernels.runtime.triton_compat import triton
 

@@ -51,7 +51,7 @@ class GradientNorm:
 
     def __init__(self) -> None:
         self._memory: dict[object, Tensor] = {}
-        """The sum on each device; where there are several parts, that of each; and the sums of each gradient."""
+        """The sum of each device, of each part where there are several, and of each gradient."""
         self._square, self._add_up = FusedFunction(gradient_squares), FusedFunction(sum_of_squares)
         self._calls: dict[Part, _Calls] = {}
 
@@ -78,7 +78,7 @@ class GradientNorm:
             self._take_part(part, all_gradients, self.sum_of_squares(part[0]))
             return
         if current_recording() is not None and any(device.type == "cpu" for device, _ in parts):
-            raise NotRecordable("the norm of the gradients is more than fused calls")
+            raise NotRecordable("gradients of several shardings are not summed by fused calls alone")
         totals = {part: self._zeros(part, part[0]) for part in parts}
         for part, gradients_of_part in parts.items():
             self._take_part(part, gradients_of_part, totals[part])

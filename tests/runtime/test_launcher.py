@@ -53,6 +53,11 @@ def test_a_launch_goes_through_triton_only_while_there_are_hooks(monkeypatch: py
     chain.calls.append(print)
     launch(3, "x", (1, 2), stream=5)
     assert compiled.launched == [described]
+    launch(4, "x", stream=5)
+    assert compiled.launched[-1] == ("described", 4, 1, 1, 5, "x")
+    chain.calls.clear()
+    launch(5, "x", stream=5)
+    assert compiled.launched[-1] == (5, 1, 1, 5, 7, (4, 1, 0), None, None, None, "x")
 
 
 @pytest.mark.gpu
