@@ -201,7 +201,7 @@ class ChunkedNumber(LazyTensor):
             of_backward = named.get("inputs") if func in BACKWARDS else args[0]
             inputs = args[1] if func is torch.autograd.grad else of_backward
             # Before the numbers that they are part of, whose backward passes them then.
-            for x in tree_find(ChunkedNumber, inputs):
+            for x in () if inputs is None else tree_find(ChunkedNumber, inputs):
                 _check_unobserved(x)
                 plain(x)
         if any(isinstance(x, (list, tuple, dict)) for x in (*args, *named.values())):
