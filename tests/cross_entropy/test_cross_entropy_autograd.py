@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cross_entropy_cases import Sizes, cases, check, example
+from device_waits import waits_are_errors
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Lowering, each_kernel_lowering
@@ -212,13 +213,10 @@ def test_the_host_never_waits_for_the_device(schedule: Schedule, reduction: str)
     options = CrossEntropy(reduction=reduction, z_loss=0.1, label_smoothing=0.1, class_weight=torch.ones(23).cuda())
     upstream = torch.ones((12,) if reduction == "none" else (), device="cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         hidden, weight, bias = inputs
         loss = differentiable_cross_entropy(hidden, weight, target, bias, options=options, schedule=schedule)
         (loss * 2).backward(upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

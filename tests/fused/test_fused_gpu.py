@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from fused_lists import adam
 from torch import Tensor
 
@@ -178,12 +179,9 @@ def test_steps_with_new_numbers_never_wait_for_the_device() -> None:
     run(1.0)
     expected(1.0)
     traces = fusion.traces
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for step in range(1, 51):
             run(1 / step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for step in range(1, 51):
         expected(1 / step)
     torch.cuda.synchronize()
@@ -196,12 +194,9 @@ def test_moved_gradients_never_wait_for_the_device() -> None:
     p = lists(0)
     fusion(p, lists(1), 0.5)
     gradients = [lists(seed) for seed in range(5)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for g in gradients:
             fusion(p, g, 0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_number_that_changes_while_kernels_are_queued_reaches_each_in_turn() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from hypothesis import given
 from hypothesis import strategies as some
 from programs import Expected, Lowering, each_lowering
@@ -146,11 +147,8 @@ def test_norms_do_not_wait_for_the_device() -> None:
     p.grad = torch.ones_like(p)
     parameters = st.TensorList([p])
     st.clip_grad_norm_(parameters, 1.0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         st.clip_grad_norm_(parameters, 1.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_function_of_torch_never_clips_a_list_element_by_element() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from kernels_on_cpu import kernels_on_cpu
 from optim_oracle import SHAPES, MakeOptimizer, assert_as_accurate, exact_maker, flat, random_tensors, start, take_steps
 from optimizers import TORCH_NAMES, WITH_STATE
@@ -245,11 +246,8 @@ def test_clipping_sweeps_the_gradients_once_and_reads_nothing_back() -> None:
     params = ones(50, "cuda")
     optimizer = st.optim.AdamW(params, max_norm=0.5)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         optimizer.step()
         torch.cuda.synchronize()

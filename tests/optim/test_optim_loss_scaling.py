@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from optimizers import TORCH_NAMES
 from small_models import loss_of, model, ones
 from torch.nn import Parameter
@@ -89,11 +90,8 @@ def test_a_step_reads_nothing_back_to_the_host() -> None:
     scaler_state = torch.zeros((), device="cuda"), torch.full((), 2.0, device="cuda")
     optimizer.found_inf, optimizer.grad_scale = scaler_state
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for number in range(10):
             optimizer.param_groups[0]["betas"] = (0.9 - number / 100, 0.99)
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert {int(s["step"]) for s in optimizer.state.values()} == {11}

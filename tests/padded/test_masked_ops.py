@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -255,11 +256,8 @@ def test_no_op_waits_for_the_device() -> None:
         sum((masked_reduction(y, kind, [1], extent).out.nan_to_num().sum() for kind in KINDS), x.sum() * 0).backward()
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_error_for_a_wrong_argument_names_its_value() -> None:

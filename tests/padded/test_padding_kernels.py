@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from device_waits import waits_are_errors
 from hypothesis import given
 from hypothesis import strategies as some
 from masked_oracle import mask_of
@@ -217,11 +218,8 @@ def test_padding_and_unpadding_with_lengths_on_the_device_do_not_wait_for_it() -
         pad_values(unpad_values(x, extents, 5), (2, 4), extents).sum().backward()
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
